@@ -213,6 +213,8 @@ class Program:
         hidden_columns: of its output, hidden states that come after the logits of each row.
         of_target: of a draft, placeholder name → key of the weight of its target that it is.
         is_lent: these are in the target's file alone.
+        target_caches: of a draft, placeholder name → (layer of its target, "k" or "v") of caches
+            that it reads and does not write.
     """
 
     name: str
@@ -237,6 +239,7 @@ class Program:
     most_positions: int | None = None
     of_target: dict[str, str] = field(default_factory=dict)
     is_lent: bool = False
+    target_caches: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def copy(self, name: str) -> Program:
         """Another program of the same graph, which passes may change without changing this one."""
@@ -313,6 +316,11 @@ class Program:
     def reads_features(self) -> bool:
         """Whether it is a draft that reads its target's slab, see `ReadFeatures`."""
         return FEATURE_ROWS in self.row_inputs
+
+    @property
+    def attended_layers(self) -> list[int]:
+        """Layers of its target that it attends to, ascending."""
+        return sorted({layer for layer, _ in self.target_caches.values()})
 
     @property
     def num_parameters(self) -> int:

@@ -59,9 +59,17 @@ def program_to_json(program: Program) -> dict[str, Any]:
             value = node.meta["val"]
             sizes = [int(x) for x in value.shape[1 if part == "state" else 2 :]]
             entry |= {"dtype": _dtype(value.dtype), "shape": sizes}
+        elif name in program.target_caches:
+            layer, part = program.target_caches[name]
+            # after the slabs of features
+            first = len(program.caches) // 2 + (program.feature_width > 0) + 1
+            place = first + program.attended_layers.index(layer)
+            value = node.meta["val"]
+            entry |= {"kind": "cache", "layer": place, "part": part, "target_layer": layer}
+            entry |= {"dtype": _dtype(value.dtype), "shape": [int(x) for x in value.shape[2:]]}
         elif program.reads_features and name in (HANDED_ON, FEATURES):
             value = node.meta["val"]
-            # the target's slab is the last
+            # the target's slab is the last but for its layers
             place = len(program.caches) // 2 + (name == FEATURES and program.feature_width > 0)
             entry |= {"kind": "cache", "layer": place, "part": "rows"}
             entry |= {"dtype": _dtype(value.dtype), "shape": [int(value.shape[2])]}

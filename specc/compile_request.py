@@ -50,9 +50,14 @@ class CompileRequest:
     stateful_drafts: Collection[str] = ()
 
     @property
+    def known_plans(self) -> Sequence[Any]:
+        """Of the engine, or of the options."""
+        found: Sequence[Any] = self.config.plans if self.plans is None else self.plans
+        return found
+
+    @property
     def self_drafts(self) -> list[Any]:
-        plans = self.config.plans if self.plans is None else self.plans
-        return [draft for plan in plans for draft in plan.self_drafts]
+        return [draft for plan in self.known_plans for draft in plan.self_drafts]
 
     def has_weights_in(self, *kinds: str) -> bool:
         """Some weights are rounded to one of these, or are integers of a checkpoint."""

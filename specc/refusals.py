@@ -12,6 +12,7 @@ from typing import Any
 
 from specc.artifact.mixes import MIXES
 from specc.compile_request import BACKEND_OPTIONS, Backends, CompileRequest, Feature, Refusal
+from specc.drafters.facts import Cache
 
 
 def refuse(request: CompileRequest) -> None:
@@ -129,6 +130,15 @@ WINDOW_OF_HEAD = Feature(
 HEAD_IN_WINDOW = Feature(
     HEAD.name,
     lambda request: _first(request.heads[x] for x, _ in _windows(request) if x in request.heads),
+)
+OVER_CACHE = Feature(
+    "a draft over the target's cache with weights of its own",
+    lambda request: _first(
+        f"the {x.facts.called} {x.name}, which attends to keys and values of the target"
+        for plan in request.known_plans
+        for x in plan.models
+        if x.facts.cache is Cache.TARGET
+    ),
 )
 SEGMENTS = _option("segments", with_value=False)
 STAGES = _option("pipeline_parallel_size")
@@ -332,6 +342,13 @@ REFUSALS: tuple[Refusal, ...] = (
             "leave out {other}, or merge the adapter into the target's weights",
         )
         for other in (RANKS, STAGES, SEGMENTS)
+    ),
+    Refusal(
+        RANKS,
+        OVER_CACHE,
+        "one rank, which has all heads of the target's cache",
+        "leave out {option}, or choose another draft",
+        "{a}, and {b}",
     ),
     Refusal(
         WINDOW_OF_HEAD,

@@ -14,7 +14,7 @@ from specc.drafters.drafter import Drafter
 from specc.passes.base import Pass
 from specc.passes.drafters.head_spec import HeadSpec, HeadSwitches, TargetFacts
 from specc.passes.frontend.model_source import ModelSource
-from specc.passes.program import RowInput, Weight
+from specc.passes.program import Program, RowInput, Weight
 from specc.passes.rewrite.read_features import IS_TAPPED, TAPPED, ReadFeatures
 from specc.passes.step.proposer import Proposer
 from specc.passes.step.step_graph import StepGraph
@@ -39,6 +39,10 @@ class CompilerDrafter:
         Raises:
             HeadError: of a kind that specc does not run.
         """
+        return False
+
+    def is_no_model(self, raw: Mapping[str, Any]) -> bool:
+        """Whether a configuration is of this kind, and of nothing that could be a target."""
         return False
 
     def fit(
@@ -109,6 +113,14 @@ class CompilerDrafter:
     def passes(self, spec: Any) -> tuple[Callable[[], Pass], ...]:
         """What lets it read its target's hidden states, and see what it was trained to see."""
         return (ReadFeatures,)
+
+    def target_passes(self, spec: Any, target: Program) -> tuple[Callable[[], Pass], ...]:
+        """What lets it attend to caches of its target, before those of `passes`.
+
+        Args:
+            target: its program, after its last pass.
+        """
+        return ()
 
     def hidden_columns(self, spec: Any) -> int:
         """Columns of hidden states that its program puts out after the logits."""

@@ -33,14 +33,14 @@ class HeadGrower(ModelGrower):
         self.rows_before = rows_before
 
     def first_features(self, g: StepGraph, slots: fx.Node) -> list[fx.Node]:
-        return [_feature_rows(g, slots, is_own=False)]
+        return [feature_rows(g, slots, is_own=False)]
 
     def features(self, g: StepGraph, parents: fx.Node | None) -> list[fx.Node]:
         assert parents is not None, "a head reads what its parents hand on"
         # below 0 where a sequence is padding
         above = g.call(aten.unsqueeze.default, self.length, 1)
         above = g.flat(g.call(aten.add.Tensor, above, parents))
-        return [_feature_rows(g, above, is_own=True)]
+        return [feature_rows(g, above, is_own=True)]
 
     def parents_of(
         self, g: StepGraph, name: str, tree: TokenTree, nodes: list[int]
@@ -52,7 +52,7 @@ class HeadGrower(ModelGrower):
         return rows
 
 
-def _feature_rows(g: StepGraph, rows: fx.Node, is_own: bool) -> fx.Node:
+def feature_rows(g: StepGraph, rows: fx.Node, is_own: bool) -> fx.Node:
     """[Nt, 2] int32 of rows [Nt] that tokens read: the target's, or the head's own."""
     none = g.call(aten.full_like.default, rows, -1)
     return g.call(aten.stack.default, [none, rows] if is_own else [rows, none], 1)

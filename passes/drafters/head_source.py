@@ -125,8 +125,8 @@ def shared_parameters(spec: HeadSpec, target: nn.Module) -> dict[str, str]:
         method = "get_input_embeddings" if parameter == EMBEDDING else "get_output_embeddings"
         part = getattr(target, method, lambda: None)()
         weight = getattr(part, "weight", None)
-        if parameter == EMBEDDING and type(part) is not nn.Embedding:
-            weight = None  # one that scales what it looks up, say
+        if parameter == EMBEDDING and _scale_of(part) != spec.embedding_scale:
+            weight = None
         if parameter == HEAD and getattr(part, "bias", None) is not None:
             weight = None
         names = [key for key, value in target.named_parameters() if value is weight]
@@ -140,6 +140,15 @@ def shared_parameters(spec: HeadSpec, target: nn.Module) -> dict[str, str]:
             )
         found[parameter] = names[0]
     return found
+
+
+def _scale_of(embedding: nn.Module | None) -> float | None:
+    """What an embedding multiplies its rows with; None of one that does something else."""
+    if type(embedding) is nn.Embedding:
+        return 1.0
+    # of Gemma
+    scale = getattr(embedding, "scalar_embed_scale", None)
+    return float(scale) if isinstance(embedding, nn.Embedding) and scale is not None else None
 
 
 def share_equal(draft: ModelSource, target: ModelSource) -> None:

@@ -164,6 +164,11 @@ class HeadSpec:
         return self.directory
 
     @property
+    def embedding_scale(self) -> float:
+        """What it multiplies rows of its embedding with, where that is its target's."""
+        return 1.0
+
+    @property
     def hands_on(self) -> bool:
         """Whether each of its tokens hands a row on to those that follow it."""
         return True

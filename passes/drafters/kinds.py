@@ -27,7 +27,8 @@ from specc.passes.drafters.head_spec import (
 
 _NEEDED = (
     "an EAGLE-3 or 3.1 head, a DFlash (1 or 2), DSpark or LiLiCorr drafter, Medusa heads in files"
-    " of vLLM or FasterDecoding, Hydra heads of zankner/Hydra, or an ordinary language model"
+    " of vLLM or FasterDecoding, Hydra heads of zankner/Hydra, a Gemma 4 assistant, or an ordinary"
+    " language model"
 )
 _DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
 _FIRST_LAYERS = ("midlayer.", "layers.0.")
@@ -64,8 +65,6 @@ _OTHER_CLASSES = (
     (_MEDUSA, "Medusa"),
     ("hydra", "Hydra"),
     ("mlpspeculator", "an MLP speculator"),
-    ("gemma4assistant", "a Gemma 4 assistant"),
-    ("gemma4unifiedassistant", "a Gemma 4 assistant"),
     (LILICORR, _LILICORR),
     ("xpress", "XPress"),
     ("mtp", "MTP modules"),

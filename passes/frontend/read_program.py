@@ -149,6 +149,8 @@ class _Values:
         elif kind == "cache":
             if program.reads_features and name in (HANDED_ON, FEATURES):
                 pass  # what they are, their names say
+            elif "target_layer" in entry:
+                program.target_caches[name] = (entry["target_layer"], entry["part"])
             elif name == FEATURES:
                 program.taps = Taps(tuple(entry["boundaries"]), entry["is_last_normed"])
             else:

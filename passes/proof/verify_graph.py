@@ -31,7 +31,8 @@ def verify_graph(program: Program, phase: str, is_final: bool) -> None:
         UnsupportedRotaryError: frequencies that depend on the longest position of a pass.
     """
     program.graph.lint()
-    known = {*program.weights, *program.constants, *program.caches, *program.states}
+    caches = (*program.caches, *program.target_caches, *program.states)
+    known = {*program.weights, *program.constants, *caches}
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.target in program.weights:
             weight, value = program.weights[node.target], node.meta["val"]

@@ -55,7 +55,8 @@ class ReadFeatures(Pass):
         rows = add_placeholder(program, FEATURE_ROWS, value, last)
         slabs = {}
         for name, node in given.items():
-            like = program.placeholder(next(iter(program.caches), GEOMETRY)).meta["val"]
+            caches = (*program.caches, *program.target_caches, GEOMETRY)
+            like = program.placeholder(caches[0]).meta["val"]
             width, dtype = int(node.meta["val"].shape[1]), node.meta["val"].dtype
             value = like.new_empty((*like.shape[:2], width), dtype=dtype)
             slabs[name] = add_placeholder(program, f"{name}_slab", value, last_placeholder(graph))

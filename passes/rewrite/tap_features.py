@@ -73,6 +73,9 @@ def tapped_values(program: Program, taps: Taps) -> list[fx.Node]:
         ConfigError: a boundary that a target of so many layers does not have.
         UnsupportedGraphError: the graph does not say which value one is.
     """
+    if taps == Taps((len(program.layers),), True) and not program.state_layers:
+        # whatever leads past layers: of the last one nothing but what is projected counts
+        return [_normed(program)]
     regions = layer_regions(program, _DO)
     taps.check(len(regions))
     values = [region.start for region in regions]
@@ -92,10 +95,13 @@ def tapped_values(program: Program, taps: Taps) -> list[fx.Node]:
     return [values[b] for b in taps.boundaries]
 
 
-def _normed(program: Program, like: fx.Node) -> fx.Node:
+def _normed(program: Program, like: fx.Node | None = None) -> fx.Node:
     """What logits are projected from: the value that `logit_rows` chooses rows of.
 
     A number that it is multiplied with before that belongs to the projection (MiniCPM 3).
+
+    Args:
+        like: a value of the residual stream, where it is known.
     """
     users = list(program.placeholder("logit_rows").users)
     chosen = users[0].args[0] if len(users) == 1 else None
@@ -103,7 +109,8 @@ def _normed(program: Program, like: fx.Node) -> fx.Node:
         if isinstance(chosen.args[1], fx.Node):
             break
         chosen = chosen.args[0]
-    if not isinstance(chosen, fx.Node) or _width(chosen) != _width(like):
+    is_other = like is not None and chosen is not None and _width(chosen) != _width(like)
+    if not isinstance(chosen, fx.Node) or is_other:
         raise _refusal(program, "logits that no projection of the final norm's output gives")
     return chosen
 

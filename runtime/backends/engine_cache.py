@@ -11,7 +11,7 @@ from torch import Tensor
 from specc.artifact.cache_rows import CacheRows
 from specc.artifact.kv_rows import AUTO, SCALE_BYTES, stored_row
 from specc.artifact.manifest import Manifest
-from specc.artifact.model_entry import ModelEntry
+from specc.artifact.model_entry import LayerEntry, ModelEntry
 from specc.artifact.state_entry import CONV
 from specc.errors import ConfigError, EngineError
 from specc.runtime.backends.base import LoadLimits
@@ -33,7 +33,8 @@ DTYPES = {
     "float16": torch.float16,
 }
 # k and v cache of each layer; then, of a target that keeps hidden states, their slab, twice; of a
-# head the slab of what it hands on, twice, if it does, and then that of its target
+# head the slab of what it hands on, twice, if it does, then that of its target, and the caches of
+# the target's layers that it attends to
 LayerCaches = Sequence[tuple[Tensor, Tensor]]
 
 
@@ -194,9 +195,26 @@ def rows_of(manifest: Manifest) -> CacheRows | None:
 
 def caches_of(model: ModelEntry, cache: KVCache) -> LayerCaches:
     """A model's layers' k and v caches, as they are now; see `LayerCaches`."""
-    slabs = cache.slabs[model.name]
+    found = _of_layers(model.layers, cache.slabs[model.name])
+    if model.taps is not None:
+        features = features_of(model, cache)
+        found.append((features, features))
+    if model.head is not None:
+        if model.num_handed_on:
+            handed_on = features_of(model, cache)
+            found.append((handed_on, handed_on))
+        # what the target keeps for it is its last slab
+        slabs = cache.slabs["target"]
+        kept = slabs[-1][0, 0, :, :, 0]
+        found += [(kept, kept), *_of_layers(model.head.reads, slabs)]
+    return found
+
+
+def _of_layers(
+    layers: Sequence[LayerEntry], slabs: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
     found = []
-    for layer in model.layers:
+    for layer in layers:
         parts = slabs[layer.slab][layer.index]
         if not layer.value_dim:
             found.append((parts[0], parts[1]))
@@ -210,16 +228,6 @@ def caches_of(model: ModelEntry, cache: KVCache) -> LayerCaches:
         columns = (layer.head_dim + scale, layer.value_dim + scale)
         keys, values = parts[0].split(columns, dim=-1)
         found.append((keys, values))
-    if model.taps is not None:
-        features = features_of(model, cache)
-        found.append((features, features))
-    if model.reads_hidden:
-        if model.num_handed_on:
-            handed_on = features_of(model, cache)
-            found.append((handed_on, handed_on))
-        # what the target keeps for it is its last slab
-        kept = cache.slabs["target"][-1][0, 0, :, :, 0]
-        found.append((kept, kept))
     return found
 
 

@@ -51,7 +51,7 @@ class PrefixCache:
 
     Args:
         rows_per_block: of the cache.
-        has_heads: drafts read the target's hidden states.
+        has_heads: drafts with rows of their own read the target's hidden states.
         states: of the cache, where layers keep some.
     """
 

@@ -152,12 +152,14 @@ class Manifest:
             for name in ("taps", "vocabulary", "head"):
                 if model[name] is None:
                     del model[name]
+            if "head" in model and not model["head"]["reads"]:
+                del model["head"]["reads"]
         drop_states(data)
         for entry in data["files"].values():
             if not entry["crc32"]:
                 del entry["crc32"]
         for plan in data["plans"]:
-            for name in ("heads", "sharpness", "blocks"):
+            for name in ("heads", "sharpness", "blocks", "kinds"):
                 if not plan[name]:
                     del plan[name]
             if "blocks" in plan:

@@ -57,6 +57,7 @@ def check_models(models: Sequence[ModelEntry]) -> None:
             )
         if model.reads_hidden and (model is models[0] or models[0].taps is None):
             raise invalid(f"{model.name}.head, and no taps of the target", "a target with taps")
+        _check_reads(model, models[0])
         for layer in model.layers:
             if not 0 <= layer.slab < len(model.slabs):
                 raise invalid(
@@ -96,6 +97,19 @@ def _check_taps(model: ModelEntry) -> None:
         raise invalid(
             f"{model.name}.taps has boundaries {list(taps.boundaries)} of {taps.width} columns",
             f"boundaries 0 … {last}, and 1 column or more",
+        )
+
+
+def _check_reads(model: ModelEntry, target: ModelEntry) -> None:
+    """Raises EngineError: a head attends to no layers of the target, or another kind does."""
+    head = model.head
+    if head is None or (head.facts.cache is not Cache.TARGET and not head.reads):
+        return
+    is_known = head.facts.cache is Cache.TARGET and set(head.reads) <= set(target.layers)
+    if not head.reads or not is_known:
+        raise invalid(
+            f"{model.name}.head reads layers {', '.join(x.name for x in head.reads) or '(none)'}",
+            "layers of the target, as the target has them, of a draft over its cache",
         )
 
 
@@ -236,7 +250,7 @@ def _is_second_program(entry: SelfDraftEntry) -> bool:
         own = drafter_of(entry.name)
     except ConfigError:
         return False
-    return own.facts.cache is Cache.TARGET and not (entry.is_windowed and own.view is None)
+    return own.facts.is_self and not (entry.is_windowed and own.view is None)
 
 
 def check_choice(default_plan: str, policy: str, plans: Sequence[PlanEntry]) -> None:
@@ -267,6 +281,13 @@ def check_parallel(
         raise invalid(f"tensor_parallel_size is {parallel.tensor_parallel_size}", "2 or more")
     if parallel.stages:
         _check_stages(parallel, models[0])
+    for model in models:
+        if parallel.tensor_parallel_size > 1 and model.head is not None and model.head.reads:
+            raise invalid(
+                f"{model.name} attends to keys and values of a target for"
+                f" {parallel.tensor_parallel_size} ranks",
+                "one rank, which has all of them",
+            )
     names = [model.name for model in models]
     if not parallel.models or not set(parallel.models) <= set(names):
         raise invalid(f"parallel.models is {list(parallel.models)}", f"some of {', '.join(names)}")

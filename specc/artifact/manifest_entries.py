@@ -17,7 +17,7 @@ from specc.bounds import (
     within,
 )
 from specc.drafters.one_pass import OnePassEntry
-from specc.speculation.plan_json import blocks_of, heads_of, plan_from_json
+from specc.speculation.plan_json import blocks_of, heads_of, kinds_of, plan_from_json
 from specc.speculation.plans import SpecPlan
 from specc.speculation.tree import MAX_NODES
 
@@ -159,6 +159,7 @@ class PlanEntry:
         0.0, 1e6, default=(), metadata={MAY_BE_ABSENT: True}
     )
     blocks: tuple[OnePassEntry, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
+    kinds: dict[str, str] = field(default_factory=dict, metadata={MAY_BE_ABSENT: True})
 
     @classmethod
     def of(cls, plan: SpecPlan, file: str) -> PlanEntry:
@@ -166,7 +167,7 @@ class PlanEntry:
         shape = (plan.name, plan.widths, plan.parents, dynamic)
         drafts = plan.drafts, plan.combine, plan.tile
         blocks = tuple(OnePassEntry(**data) for data in blocks_of(plan))
-        return cls(*shape, *drafts, file, heads_of(plan), plan.sharpness, blocks)
+        return cls(*shape, *drafts, file, heads_of(plan), plan.sharpness, blocks, kinds_of(plan))
 
     @property
     def winners_file(self) -> str:

@@ -113,6 +113,7 @@ class HeadEntry:
         trained_length: positions that its configuration was written for; 0 of one that knows none.
         shared: parameters that are the target's.
         assumed: what its files do not say and was taken for it, for people.
+        reads: layers of the target whose keys and values it attends to, as the target has them.
     """
 
     kind: str
@@ -121,6 +122,7 @@ class HeadEntry:
     trained_length: int = field(metadata=within(0, MOST_POSITIONS))
     shared: tuple[str, ...]
     assumed: tuple[str, ...]
+    reads: tuple[LayerEntry, ...] = field(default=(), metadata={MAY_BE_ABSENT: True})
 
     @property
     def facts(self) -> DrafterFacts:
@@ -214,6 +216,11 @@ class ModelEntry(ProgramFiles):
     def reads_hidden(self) -> bool:
         """Whether it drafts from hidden states of the target."""
         return self.head is not None
+
+    @property
+    def attended(self) -> tuple[LayerEntry, ...]:
+        """Layers whose keys and values its passes read: its own, or the target's."""
+        return self.layers if self.head is None else (*self.layers, *self.head.reads)
 
     @property
     def num_handed_on(self) -> int:

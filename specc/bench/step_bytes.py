@@ -24,7 +24,6 @@ from specc.artifact.kv_rows import AUTO, row_bytes
 from specc.artifact.manifest import Manifest
 from specc.artifact.weight_layout import BLOCK
 from specc.drafters.drafter import Drafter
-from specc.drafters.facts import Cache
 from specc.drafters.registry import drafter_of
 from specc.kernels import native
 from specc.kernels.operator import Reads
@@ -126,7 +125,7 @@ def step_bytes(
         drafter = plan.drafter(model.name)
         reads = drafter is not None and drafter.tensors
         copies = MappedWeights(directory / model.weights_file) if reads else {}
-        models[model.name] = ModelShape(program, model.layers, model.dtype, rows, copies)
+        models[model.name] = ModelShape(program, model.attended, model.dtype, rows, copies)
     target = manifest.models[0]
     for draft in manifest.self_drafts:
         layers = [target.layers[number] for number in draft.layers]
@@ -161,7 +160,7 @@ def count_step_bytes(
     for name, model in models.items():
         kind = _TARGET if name == _TARGET else "draft"
         draft = None if name == _TARGET else drafter_of(name)
-        draft = draft if draft is not None and draft.facts.cache is Cache.TARGET else None
+        draft = draft if draft is not None and draft.facts.is_self else None
         fed = num_tokens["view" if draft else kind] * sequences
         own = model_bytes(model.program, fed / max(1, passes[name]))
         weights[kind] += passes[name] * own.weights

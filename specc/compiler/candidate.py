@@ -24,13 +24,19 @@ from specc.drafters.registry import kind_of_target, meant_draft
 from specc.errors import (
     HeadError,
     ModelNotFoundError,
+    NotCausalLMError,
     SpeccError,
     WeightError,
 )
 from specc.passes.drafters.head_spec import HeadSpec, HeadSwitches, TargetFacts
 from specc.passes.drafters.recognise import AS_TRAINED, recognise
-from specc.passes.drafters.registry import compiler_drafter, drafter_of_config
+from specc.passes.drafters.registry import (
+    compiler_drafter,
+    drafter_of_config,
+    drafters_of_files,
+)
 from specc.passes.frontend import hf_model
+from specc.system.json_file import read_json
 
 # Hugging Face directory or id, or a module
 ModelLike = str | Path | nn.Module
@@ -98,6 +104,7 @@ class Candidate:
                     "pass its path; an unset variable of a shell is empty, too",
                 )
             directory = hf_model.resolve_directory(model)
+            _refuse_draft(directory)
             config = hf_model.load_config(directory)
             with open_checkpoint(directory, config, is_weight_only) as reader:
                 scheme = reader.scheme if isinstance(reader, DecodedReader) else None
@@ -232,6 +239,19 @@ def _head_of(directory: Path, target: Candidate, switches: HeadSwitches) -> Head
             "pass the directory of the target",
         ) from error
     return None if found is None else with_assumptions(found, switches)
+
+
+def _refuse_draft(directory: Path) -> None:
+    """Raises HeadError: no model by itself, though transformers knows it as a language model."""
+    file = directory / "config.json"
+    raw = read_json(file, NotCausalLMError, "the configuration of a model", "correct config.json")
+    for kind in drafters_of_files():
+        if isinstance(raw, dict) and kind.is_no_model(raw):
+            raise HeadError(
+                f"{directory}: a {kind.called}, which is no model without its target",
+                "a language model",
+                f"pass its target, and this with --draft {directory}",
+            )
 
 
 def _directory_of_draft(model: ModelLike) -> Path:

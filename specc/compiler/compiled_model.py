@@ -114,10 +114,12 @@ def compile_models(
                     program.integers |= integers_of_target(
                         source.head, first.source.module, first.program
                     )
-                    layout = head_phases(context, source, num_ids, bool(program.integers))
+                    keeps = bool(program.integers)
+                    layout = head_phases(context, source, num_ids, keeps, first.program)
                 kept = KeptGraphs(program, layout, (CUT, CPU))
             records += Pipeline(layout, context.dump, kept.before).run(program)
-        entry = describe_model(source, program, context.limits.max_seq_len)
+        first_entry = models[0].entry if models else None
+        entry = describe_model(source, program, context.limits.max_seq_len, first_entry)
         model = CompiledModel(source, program, entry)
         if (head := source.head) is not None:
             drafter = drafter_of_files(head)

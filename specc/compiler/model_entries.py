@@ -68,8 +68,16 @@ def draft_states(models: Sequence[ModelEntry]) -> dict[str, tuple[StateSlabEntry
     return {model.name: model.state_slabs for model in models[1:] if model.state_slabs}
 
 
-def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> ModelEntry:
-    """The manifest's entry of a model after its last pass."""
+def describe_model(
+    source: ModelSource, program: Program, max_seq_len: int, target: ModelEntry | None = None
+) -> ModelEntry:
+    """The manifest's entry of a model after its last pass.
+
+    Args:
+        target: of a draft.
+    """
+    layers_of_target = () if target is None else target.layers
+    reads = tuple(layers_of_target[number] for number in program.attended_layers)
     layers, slabs = cache_layout(program)
     state_layers, state_slabs = state_layout(program)
     return ModelEntry(
@@ -88,7 +96,7 @@ def describe_model(source: ModelSource, program: Program, max_seq_len: int) -> M
         rope_length=source.rope_length,
         vocabulary=_describe_vocabulary(source.vocabulary),
         taps=_describe_taps(program),
-        head=None if source.head is None else describe_head(source.head),
+        head=None if source.head is None else describe_head(source.head, reads),
         state_layers=state_layers,
         state_slabs=state_slabs,
     )
@@ -100,10 +108,14 @@ def _describe_vocabulary(vocabulary: VocabularyMap | None) -> VocabularyEntry | 
     return VocabularyEntry(vocabulary.num_proposed, vocabulary.num_target, vocabulary.num_unread)
 
 
-def describe_head(spec: HeadSpec) -> HeadEntry:
-    """The manifest's entry of a head."""
+def describe_head(spec: HeadSpec, reads: tuple[LayerEntry, ...] = ()) -> HeadEntry:
+    """The manifest's entry of a head.
+
+    Args:
+        reads: layers of its target that it attends to.
+    """
     width, length = spec.width if spec.hands_on else 0, spec.trained_length
-    return HeadEntry(spec.kind, spec.layout, width, length, spec.shared, spec.warnings)
+    return HeadEntry(spec.kind, spec.layout, width, length, spec.shared, spec.warnings, reads)
 
 
 def _describe_taps(program: Program) -> TapsEntry | None:

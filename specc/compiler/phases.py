@@ -15,6 +15,7 @@ from specc.drafters.drafter import Drafter
 from specc.passes.drafters.registry import drafter_of_files
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.pipeline import FUSE_PHASES, LAYERLESS_PHASES, TRACED_PHASES, Phases
+from specc.passes.program import Program
 from specc.passes.quantize.apply_mix import MIX, ApplyMix
 from specc.passes.quantize.quantize_linear import quantize_phases
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
@@ -100,10 +101,17 @@ def draft_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> P
 
 
 def head_phases(
-    context: CompileContext, draft: ModelSource, num_ids: int, keeps_integers: bool
+    context: CompileContext,
+    draft: ModelSource,
+    num_ids: int,
+    keeps_integers: bool,
+    target: Program,
 ) -> Phases:
     """Of a draft that reads hidden states: rank 0 has all of it, and its weights keep their type
     unless the checkpoint has integers, or the target of those that it shares.
+
+    Args:
+        target: its program, after its last pass.
     """
     head = draft.head
     assert head is not None
@@ -115,7 +123,7 @@ def head_phases(
             if drafter.has_layers(head)
             else LAYERLESS_PHASES
         ),
-        (TAPS, drafter.passes(head)),
+        (TAPS, (*drafter.target_passes(head, target), *drafter.passes(head))),
         *_int8_rows(context),
         *_vocabulary(draft, num_ids),
         # from here on columns of the output are not all ids

@@ -22,7 +22,6 @@ from specc.cost.contexts import Contexts
 from specc.cost.draft_levels import draft_levels
 from specc.cost.measured_seconds import MeasuredSeconds
 from specc.drafters.drafter import Drafter
-from specc.drafters.facts import Cache
 from specc.drafters.views import View, rows_between_votes
 from specc.errors import EngineError
 from specc.speculation.plans import SpecPlan
@@ -258,7 +257,7 @@ class LatencyTable:
         return self.pass_s(draft)(with_unused(part, unused))
 
     def pass_s(self, draft: Drafter) -> PassSeconds:
-        if draft.facts.cache is Cache.TARGET:
+        if draft.facts.is_self:
             return self.drafts.get(draft.name, self.target)
         return self.drafts[draft.name]
 

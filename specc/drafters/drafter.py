@@ -107,6 +107,11 @@ class Drafter(ABC):
         return False
 
     @property
+    def kind_of_head(self) -> str:
+        """What a plan says of one that hands rows on; empty of those whose steps are alike."""
+        return ""
+
+    @property
     def view(self) -> View | None:
         """Rows of the target's cache that it sees; None is all of them, or none."""
         return None

@@ -65,6 +65,11 @@ class DrafterFacts:
     assumes: tuple[str, ...] = ()
 
     @property
+    def is_self(self) -> bool:
+        """Whether the target itself drafts; others over its cache have weights of their own."""
+        return self.cache is Cache.TARGET and not self.reads_hidden
+
+    @property
     def has_program(self) -> bool:
         """Whether an engine has a model for it beside the target."""
-        return self.passes is not Passes.NONE and self.cache is not Cache.TARGET
+        return self.passes is not Passes.NONE and not self.is_self

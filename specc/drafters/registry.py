@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specc.close_name import close_name
 from specc.drafters import (
+    assistant,
     block,
     eagle3,
     hydra,
@@ -22,6 +24,7 @@ from specc.drafters import (
     suffix,
 )
 from specc.drafters import self as self_draft
+from specc.drafters.assistant import AssistantDraft
 from specc.drafters.block import BlockDraft
 from specc.drafters.drafter import Drafter
 from specc.drafters.facts import DrafterFacts
@@ -50,13 +53,15 @@ ALL: tuple[DrafterFacts, ...] = (
     hydra.FACTS,
     hydra.PREFIX_FACTS,
     mtp.FACTS,
+    assistant.FACTS,
     lookup.FACTS,
     suffix.FACTS,
     self_draft.FACTS,
 )
 _KINDS = {facts.kind: facts for facts in ALL}
 _MODEL = re.compile(rf"{PREFIX}\d+")
-# kinds of drafts of one pass that plans name
+# kinds of heads, and of drafts of one pass, that plans name; other heads are alike
+_HEADS: dict[str, type[ModelDraft]] = {assistant.FACTS.kind: AssistantDraft}
 _ONE_PASS = {
     x.facts.kind: x for x in (HydraHeads, PrefixHydraHeads, PardDraft, PeagleDraft, LiLiCorrDraft)
 }
@@ -117,9 +122,13 @@ def model_draft(number: int) -> Drafter:
     return ModelDraft(number)
 
 
-def head_draft(number: int) -> Drafter:
-    """A head that is asked level by level; steps of all kinds of them are the same."""
-    return FeatureHead(number)
+def head_draft(number: int, kind: str = "") -> Drafter:
+    """A head that is asked level by level.
+
+    Args:
+        kind: of it; steps of all but a few are the same.
+    """
+    return _HEADS.get(kind, FeatureHead)(number)
 
 
 def drafters_of(*names: str | Drafter) -> tuple[Drafter, ...]:
@@ -128,20 +137,30 @@ def drafters_of(*names: str | Drafter) -> tuple[Drafter, ...]:
 
 
 def drafters_from_json(
-    names: Sequence[str], heads: Collection[str], blocks: Iterable[Mapping[str, Any]]
+    names: Sequence[str],
+    heads: Collection[str],
+    blocks: Iterable[Mapping[str, Any]],
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Drafter, ...]:
     """What a plan of JSON has.
 
     Args:
         heads: of those that are asked level by level and read hidden states.
         blocks: of those that propose all levels in one pass.
+        kinds: head → what kind it is, where its steps are its kind's.
     Raises:
         ConfigError: see `drafter_of`.
         EngineError: see `OnePass.from_json`.
     """
     own = {block.draft: block for block in map(one_pass_from_json, blocks)}
-    own_heads = {name: FeatureHead(int(name.removeprefix(PREFIX))) for name in heads}
-    if strays := {*own, *own_heads} - set(names):
+    if unknown := sorted({*kinds.values()} - _HEADS.keys()):
+        raise EngineError(
+            f"a plan with a head of kind {unknown[0]!r:.40}",
+            ", ".join(_HEADS),
+            "compile the engine again",
+        )
+    own_heads = {x: head_draft(int(x.removeprefix(PREFIX)), kinds.get(x, "")) for x in heads}
+    if strays := {*own, *own_heads, *kinds} - set(names):
         raise EngineError(
             f"a plan of {', '.join(names)}, and what {', '.join(sorted(strays))} is",
             "what its drafts are",

@@ -24,15 +24,21 @@ def plan_to_json(plan: SpecPlan) -> dict[str, Any]:
         "heads": list(heads_of(plan)),
         "sharpness": list(plan.sharpness),
         "blocks": blocks_of(plan),
+        "kinds": kinds_of(plan),
     }
     # as plans were before there were any
-    rest = ("heads", "sharpness", "blocks")
+    rest = ("heads", "sharpness", "blocks", "kinds")
     return {key: value for key, value in data.items() if value or key not in rest}
 
 
 def heads_of(plan: SpecPlan) -> tuple[str, ...]:
     """Names of those that hand rows on."""
     return tuple(drafter.name for drafter in plan.models if drafter.facts.hands_on)
+
+
+def kinds_of(plan: SpecPlan) -> dict[str, str]:
+    """Head → its kind, of those whose steps are not those of all heads."""
+    return {x.name: x.kind_of_head for x in plan.models if x.kind_of_head}
 
 
 def blocks_of(plan: SpecPlan) -> list[dict[str, Any]]:
@@ -53,7 +59,10 @@ def plan_from_json(data: Mapping[str, Any]) -> SpecPlan:
             parents=tuple(data["parents"]),
             dynamic=shape_from_json(data["dynamic"]),
             drafters=drafters_from_json(
-                data["drafts"], data.get("heads", ()), data.get("blocks", ())
+                data["drafts"],
+                data.get("heads", ()),
+                data.get("blocks", ()),
+                data.get("kinds", {}),
             ),
             combine=data["combine"],
             tile=data["tile"],

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from specc.drafters.drafter import ANY_PROPOSALS, Drafter
-from specc.drafters.facts import Cache
 from specc.drafters.registry import FIRST, drafters_of
 from specc.drafters.views import View
 from specc.errors import ConfigError, TreeError
@@ -270,7 +269,7 @@ class SpecPlan:
     @cached_property
     def self_drafts(self) -> tuple[Drafter, ...]:
         """What drafts over the target's cache, with the target's weights."""
-        return tuple(x for x in self.asked if x.facts.cache is Cache.TARGET)
+        return tuple(x for x in self.asked if x.facts.is_self)
 
     def with_drafters(self, drafters: Mapping[str, Drafter]) -> SpecPlan:
         """The plan of an engine whose models are these, by name; others are ordinary ones."""

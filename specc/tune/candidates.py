@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from specc.cost.plan_choice import PlanFigures, best_plan
 from specc.cost.step_seconds import StepSeconds
 from specc.drafters.drafter import Drafter
-from specc.drafters.facts import Cache
 from specc.drafters.registry import model_draft
 from specc.drafters.views import View
 from specc.speculation.plans import DynamicTree, SpecPlan, models_of
@@ -85,7 +84,7 @@ def candidates(
         most = options.max_nodes, min(options.max_depth, deepest)
         tree = best_plan(table, seconds[draft], *most).speculative
         chain = best_plan([row[:1] for row in table], seconds[draft], *most).speculative
-        if drafter.facts.cache is Cache.TARGET:
+        if drafter.facts.is_self:
             alike = tree is not None and chain is not None and tree.tree == chain.tree
             views += [(one, draft) for one in (tree, None if alike else chain) if one is not None]
             continue

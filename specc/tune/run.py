@@ -24,7 +24,6 @@ from specc.cost.critical_length import CriticalLength, best_critical_length
 from specc.cost.latency_table import LatencyTable
 from specc.cost.step_seconds import StepSeconds
 from specc.drafters.drafter import Drafter
-from specc.drafters.facts import Cache
 from specc.drafters.registry import drafter_of, head_draft
 from specc.drafters.views import View
 from specc.errors import ConfigError, RequestError, TreeError
@@ -111,7 +110,7 @@ class _Readers:
             elif model.head is None:
                 continue
             elif model.head.facts.hands_on:
-                found[model.name] = head_draft(manifest.models.index(model) - 1)
+                found[model.name] = head_draft(manifest.models.index(model) - 1, model.head.kind)
             else:
                 raise ConfigError(
                     f"an engine with a {model.head.facts.called} ({model.name}), and no plan that"
@@ -229,7 +228,7 @@ def tune(
         extension.try_plans([OFF], room)
         # outputs, acceptance, latency, and whole steps of each size
         drafts = [readers.drafters.get(x.name, x) for x in drafts]
-        selves = [x for x in drafts if x.facts.cache is Cache.TARGET]
+        selves = [x for x in drafts if x.facts.is_self]
         num_tables = len(drafts) - len(selves) + bool(selves)
         phases.num_phases = 2 + num_tables + len(sizes)
         with phases.phase("target's own outputs") as advance:
@@ -309,7 +308,7 @@ def _acceptance(
     width, depth = min(_WIDTH, engine.vocab_size, options.max_nodes), options.max_depth
     found = {}
     for draft in drafts:
-        if draft.facts.cache is Cache.TARGET:
+        if draft.facts.is_self:
             continue
         with phases.phase(f"acceptance of {draft.name}") as advance:
             counted = Counted(trajectories, advance)

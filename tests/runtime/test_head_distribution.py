@@ -5,6 +5,7 @@ The slow tier leaves its figures in build/head_distribution.json.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,13 @@ from specc.runtime.engine import Engine
 from specc.sampling.rows import Rule
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
+from tests.assistants import (
+    ASSISTANT_CASES,
+    AssistantReference,
+    TargetRows,
+    write_assistant,
+)
+from tests.assistants import draw_tensors as draw_assistant
 from tests.block_heads import BLOCK_CASES, write_block
 from tests.block_heads import draw_tensors as draw_block
 from tests.block_reference import BlockReference
@@ -129,7 +137,9 @@ PEAGLES = {
         },
     )
 }
-KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA, *HYDRAS, PARD, *PEAGLES)
+# over the target's own cache
+ASSISTANTS = {"gemma4_assistant": replace(ASSISTANT_CASES["llama"], vocab=VOCAB)}
+KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA, *HYDRAS, PARD, *PEAGLES, *ASSISTANTS)
 PLANS = (CHAIN, TREE, DYNAMIC, BUDGET)
 BATCH = 64
 NUM_DRAWS = 20_000
@@ -201,6 +211,8 @@ def engine_of(
             return write_peagle(path, PEAGLES[kind])
         if kind == PARD:
             return models.save_tiny("qwen3", path, 31, **PARD_SIZES)
+        if kind in ASSISTANTS:
+            return write_assistant(path, ASSISTANTS[kind])
         write_head(path, HEADS[kind])
         if kind == FITTED:
             tensors = tensors_of(kind, target_of(kind))
@@ -258,6 +270,10 @@ def head_of(kind: str, target: Any) -> Head:
             return masked.after(Read(taps, list(tokens)), tokens[-1], path)
 
         return logits_of_masks
+    if kind in ASSISTANTS:
+        case, rows = ASSISTANTS[kind], TargetRows(copy.deepcopy(target).double())
+        assistant = AssistantReference(case, draw_assistant(case), rows)
+        return lambda tokens, path: assistant.logits(tokens, path).float()
     if kind not in ("mtp", *HEADS):
         block: Any
         if kind in MEDUSAS:

@@ -14,8 +14,9 @@ class DraftOptions:
     drafts: tuple[str, ...] = option(
         (),
         "What proposes tokens: a draft model, an EAGLE-3 head, a block drafter, Medusa or Hydra"
-        " heads, by directory or hub id; self:window=W,sink=S, the target itself, which sees"
-        " the last W and the first S tokens of its context (S is 4 by default), with blocks=B also"
+        " heads, a Gemma 4 assistant, by directory or hub id; self:window=W,sink=S, the target"
+        " itself, which sees the last W and the first S tokens of its context (S is 4 by"
+        " default), with blocks=B also"
         " the blocks of B tokens that it attended to most; self:layers=0-3 or self:skip=4-5, the"
         " target by some of its layers, also with ,window=W; self:int8, self:int4 or self:fp8, the"
         " target with rounded weights, also with the others; lookup:N, which"

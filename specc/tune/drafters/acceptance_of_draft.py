@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specc.drafters.drafter import Drafter
+from specc.drafters.facts import Cache
 from specc.drafters.one_pass import OnePass
 from specc.runtime.engine import Engine
 from specc.tune.acceptance import (
@@ -14,6 +15,7 @@ from specc.tune.acceptance import (
     sharpened_acceptance,
 )
 from specc.tune.candidates import LOOKUP_DEPTH
+from specc.tune.drafters.assistant import assistant_acceptance
 from specc.tune.drafters.block import block_acceptance
 from specc.tune.drafters.head import head_acceptance
 
@@ -42,6 +44,8 @@ def acceptance_of_draft(
         return block_acceptance(engine, draft, trajectories, width, depth), []
     assert draft.number is not None
     given = (engine, draft.number, trajectories, width, depth)
+    if draft.facts.cache is Cache.TARGET:
+        return assistant_acceptance(*given), []
     if draft.facts.hands_on:
         return head_acceptance(*given), []
     return sharpened_acceptance(*given) if is_sampled else (draft_acceptance(*given), [])

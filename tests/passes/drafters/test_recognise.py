@@ -146,7 +146,6 @@ KINDS = {
     "Hydra": {"hydra_num_heads": 4},
     "P-EAGLE": {"ptd_token_id": 3, "architectures": ["LlamaForCausalLM"]},
     "LiLiCorr": {"architectures": ["LiLiCorrDraftModel"]},
-    "Gemma 4 assistant": {"architectures": ["Gemma4AssistantForCausalLM"]},
     "EAGLE 1": {"architectures": ["EagleLlamaForCausalLM"]},
     "'quantum'": {"speculators_model_type": "quantum"},
 }

@@ -253,3 +253,11 @@ def test_an_id_after_a_layer_is_what_it_returns() -> None:
         _, rows = run(tap(program, taps), model, TOKENS)
         torch.testing.assert_close(rows, wanted[number], rtol=1e-4, atol=1e-4)
     assert len(program.calls(ops.write_rows)) == 0
+
+
+def test_the_last_boundary_of_any_model() -> None:
+    """What logits are projected from is known, whatever leads past layers."""
+    model, program = of("gemma4")
+    made = tap(program, Taps((len(program.layers),), True))
+    _, rows = run(made, model, TOKENS)
+    torch.testing.assert_close(rows, hidden_states(model, TOKENS)[-1], rtol=1e-4, atol=1e-4)
