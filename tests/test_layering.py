@@ -39,6 +39,7 @@ LAYER_OF = {
     "drafters": "facts",
     "draw": "bench",
     "errors": "facts",
+    "fit": "fit",
     "inputs": "facts",
     "kernels": "kernels",
     "load": "bench",
@@ -89,6 +90,7 @@ PACKAGES = {
         "nncf", "llama_cpp", "gguf",
     },
     "tune": {"torch"},
+    "fit": {"torch", "transformers", "safetensors"},
     "serve": {
         "fastapi", "starlette", "pydantic", "uvicorn", "h11", "prometheus_client",
         "tokenizers", "numpy",
@@ -100,7 +102,10 @@ PACKAGES = {
 # standard library and the listed modules is imported inside functions
 _COMMANDS = tuple(
     f"specc.cli.commands.{name}"
-    for name in ("bench", "chat", "compare", "compile", "reshard", "run", "serve", "triton", "tune")
+    for name in (
+        "bench", "chat", "compare", "compile", "fit_draft", "reshard", "run", "serve", "triton",
+        "tune",
+    )  # fmt: skip
 )
 # modules whose dataclasses are options of commands
 _FACTS = {"specc.close_name", "specc.errors", "specc.option", "specc.system.machine"}
@@ -144,6 +149,7 @@ _OPTIONS = {
     "specc.server.origin_options": {"specc.errors", "specc.option"},
     "specc.triton.config": {*_FACTS, "specc.triton.tensors"},
     "specc.tune.options": _FACTS,
+    "specc.fit.options": _FACTS,
 }
 _WITH_OPTIONS = "specc.cli.options.with_options"
 LAZY = {
