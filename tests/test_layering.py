@@ -40,6 +40,7 @@ LAYER_OF = {
     "dtypes": "facts",
     "draw": "bench",
     "errors": "facts",
+    "fit": "fit",
     "inputs": "facts",
     "kernels": "kernels",
     "lora": "facts",
@@ -91,6 +92,7 @@ PACKAGES = {
         "nncf", "llama_cpp", "gguf",
     },
     "tune": {"torch"},
+    "fit": {"torch", "transformers", "safetensors"},
     "serve": {
         "fastapi", "starlette", "pydantic", "uvicorn", "h11", "prometheus_client",
         "tokenizers", "numpy",
@@ -102,7 +104,10 @@ PACKAGES = {
 # standard library and the listed modules is imported inside functions
 _COMMANDS = tuple(
     f"specc.cli.commands.{name}"
-    for name in ("bench", "chat", "compare", "compile", "reshard", "run", "serve", "triton", "tune")
+    for name in (
+        "bench", "chat", "compare", "compile", "fit_draft", "reshard", "run", "serve", "triton",
+        "tune",
+    )  # fmt: skip
 )
 # modules whose dataclasses are options of commands
 _FACTS = {"specc.close_name", "specc.errors", "specc.option", "specc.system.machine"}
@@ -147,6 +152,7 @@ _OPTIONS = {
     "specc.server.origin_options": {"specc.errors", "specc.option"},
     "specc.triton.config": {*_FACTS, "specc.triton.tensors"},
     "specc.tune.options": _FACTS,
+    "specc.fit.options": _FACTS,
 }
 _WITH_OPTIONS = "specc.cli.options.with_options"
 LAZY = {

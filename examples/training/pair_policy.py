@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from pair_parts import Optimizer, Schedule, autocast
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+
+from specc.fit.optimizer import Optimizer, Schedule, autocast
 
 TOP_K = 32  # teacher probabilities kept for each on-policy position
 CONTEXT, CONTINUATION = 96, 144  # tokens of an on-policy prompt and of its greedy continuation

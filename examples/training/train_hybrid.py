@@ -35,9 +35,6 @@ from pair_eval import read_losses
 from pair_parts import (
     SEQUENCE,
     LossLog,
-    Optimizer,
-    Schedule,
-    autocast,
     facts_of_training,
     held_out_loss,
     save_pair,
@@ -46,6 +43,8 @@ from pair_parts import (
 from pair_policy import build_pool, train_on_policy
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, Qwen3ForCausalLM
+
+from specc.fit.optimizer import Optimizer, Schedule, autocast
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 WORK = EXAMPLES.parent / "out" / "train-hybrid"

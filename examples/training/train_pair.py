@@ -39,9 +39,6 @@ from pair_eval import PANELS, evaluate_pair, plot_loss, read_losses, write_readm
 from pair_parts import (
     SEQUENCE,
     LossLog,
-    Optimizer,
-    Schedule,
-    autocast,
     build_model,
     facts_of_training,
     held_out_loss,
@@ -51,6 +48,8 @@ from pair_parts import (
 from pair_policy import CONTEXT, build_pool, continue_greedily, draw_prompts, train_on_policy
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from specc.fit.optimizer import Optimizer, Schedule, autocast
 
 BATCH_TOKENS = 4096
 

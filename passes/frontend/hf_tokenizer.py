@@ -55,6 +55,23 @@ class HfTokenizer:
         except Exception as error:  # of the tokenizers library, which raises nothing narrower
             raise ValueError(_first_line(error)) from error
 
+    def chat(self, messages: list[dict[str, Any]], is_open: bool) -> list[int]:
+        """Token ids of a chat by the template of the checkpoint.
+
+        Args:
+            messages: each with a role and a content.
+            is_open: the next thing that is said is the model's.
+        Raises:
+            ValueError: there is no template, or it does not take these messages.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=is_open
+            )
+        except Exception as error:  # of templates, which raise whatever they like
+            raise ValueError(_first_line(error)) from error
+        return self.encode(text, add_special_tokens=False)
+
     @property
     def special_tokens(self) -> dict[str, str]:
         """Name → text, as chat templates get them: `bos_token`, `image_token`, …"""

@@ -250,6 +250,10 @@ class ModelSource:
             self.unread_tensors = tuple(x for x in unread if x not in self.read_by_drafts)
         return specs
 
+    def parameter_sources(self) -> Callable[[str], tuple[Source, ...]]:
+        """What tells which tensors of the checkpoint a parameter consists of."""
+        return self._sources()[0]
+
     def _sources(self) -> tuple[Callable[[str], tuple[Source, ...]], CheckpointMap | None]:
         """What tells the sources of a parameter, and what transformers knows of the checkpoint."""
         if self.places is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.examples.head_examples import imported
+from tests.examples.imported import imported
 
 VOCAB = 48
 # of a state that is taken over, and of chunks of 32: one token, a chunk, one more, several

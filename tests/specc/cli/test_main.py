@@ -10,8 +10,8 @@ from specc.errors import RankError
 from tests.command_line import assert_refused, invoke
 
 COMMANDS = {
-    "compile", "run", "chat", "serve", "bench", "bench serve", "tune", "triton", "inspect",
-    "doctor",
+    "compile", "run", "chat", "serve", "bench", "bench serve", "tune", "fit-draft", "triton",
+    "inspect", "doctor",
 }  # fmt: skip
 
 

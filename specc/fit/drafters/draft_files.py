@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -18,7 +18,7 @@ _FIELDS = (
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
     "vocab_size", "bos_token_id", "eos_token_id",
 )  # fmt: skip
-WEIGHTS = "model.safetensors"
+_WEIGHTS = "model.safetensors"
 
 
 def save_draft(
@@ -47,17 +47,14 @@ def save_draft(
     }
     text = json.dumps(fields, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
-    tensors = {key: value.bfloat16().contiguous() for key, value in draft.state_dict().items()}
-    file = directory / WEIGHTS
+    tensors = {
+        key: value.detach().cpu().bfloat16().contiguous()
+        for key, value in draft.state_dict().items()
+    }
+    file = directory / _WEIGHTS
     save_file(tensors | dict(others or {}), file, {"format": "pt"})
     # the library lets its owner alone read it
     file.chmod(0o644)
-
-
-def load_weights(draft: nn.Module, directory: Path) -> None:
-    """Take the weights of a draft of the same sizes."""
-    weights = load_file(directory / WEIGHTS)
-    draft.load_state_dict({name: weights[name].float() for name in draft.state_dict()})
 
 
 def round_weights(draft: nn.Module) -> None:

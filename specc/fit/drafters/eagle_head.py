@@ -10,17 +10,14 @@ i - d of depth 0, which know the target, then row i - d + 1 of depth 1 and so on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from head_files import WEIGHTS, load_weights, save_draft
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -28,6 +25,10 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     repeat_kv,
 )
+
+from specc.fit.drafters.draft_files import save_draft
+from specc.fit.drafters.fitter import LayerShape
+from specc.fit.target import Sizes
 
 
 class TapProjection(nn.Linear):
@@ -46,7 +47,8 @@ class TapProjection(nn.Linear):
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__(inputs, width, bias=False)
-        self.register_buffer("basis", None, persistent=False)
+        # of a checkpoint of training; that of a head has none
+        self.register_buffer("basis", None)
 
     def forward(self, taps: Tensor) -> Tensor:
         """[…, A · H] → […, d]."""
@@ -92,19 +94,38 @@ class EagleHead(nn.Module):
         target_width: H.
         num_taps: A, hidden states of the target that it reads.
         kept: [Vd] int64, the target's ids that it proposes, ascending.
+        embedding: [V, H] of the target, where that is the head's, too, and stays as it is.
     """
 
-    def __init__(self, config: LlamaConfig, target_width: int, num_taps: int, kept: Tensor) -> None:
+    kept: Tensor
+    embedding: Tensor | None
+
+    def __init__(
+        self,
+        config: Any,
+        target_width: int,
+        num_taps: int,
+        kept: Tensor,
+        embedding: Tensor | None = None,
+    ) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.config, self.target_width = config, target_width
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        if embedding is None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.register_buffer("embedding", embedding, persistent=False)
         self.fc = TapProjection(num_taps * target_width, width)
         self.midlayer = _Layer(config)
         self.norm = LlamaRMSNorm(width, eps)
         self.lm_head = nn.Linear(width, len(kept), bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
         self.register_buffer("kept", kept, persistent=False)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[…] int64 → […, d]."""
+        if self.embedding is None:
+            return self.embed_tokens(tokens)
+        return F.embedding(tokens, self.embedding).float()
 
     def unroll(self, taps: Tensor, tokens: Tensor, depths: int, begin: int) -> list[Tensor]:
         """What every row knows at every depth: `lm_head` makes logits of it.
@@ -118,7 +139,7 @@ class EagleHead(nn.Module):
             D times [rows, T - begin, d], after the last norm. At depth d the first d rows of a text
             mean nothing: nothing was handed on to them.
         """
-        embedded = self.embed_tokens(tokens)
+        embedded = self.embed(tokens)
         places = torch.arange(tokens.shape[1], device=tokens.device)[None]
         rotation = self.rotary(embedded, places)
         # float32, whatever products are computed in: depths add to it one after another
@@ -142,7 +163,7 @@ class EagleHead(nn.Module):
 class _Layer(nn.Module):
     """The layer that reads tokens and features side by side."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = LlamaRMSNorm(width, eps)
@@ -160,7 +181,7 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         width, size = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -208,82 +229,37 @@ def _shifted(x: Tensor, rows: int, dim: int) -> Tensor:
 
 
 def build_head(
-    target: PreTrainedModel,
-    num_taps: int,
-    width: int,
-    inner: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    trained_length: int,
-    kept: Tensor,
+    sizes: Sizes, num_taps: int, shape: LayerShape, trained_length: int, kept: Tensor
 ) -> EagleHead:
     """A head for a target, with random layers; what knows tokens begins as the target's.
 
     Args:
-        target: with one matrix as embedding and head.
+        sizes: of the target.
         num_taps: A.
-        width: d; where it is less than H, tokens begin with the d directions in which the target's
-            rows differ most.
-        inner: of its MLP.
-        heads: of its attention.
-        kv_heads: of those, with keys of their own.
-        head_dim: of each.
+        shape: of its layer; where it is as wide as the target, its embedding is the target's, and
+            else begins with the d directions in which the target's rows differ most.
         trained_length: positions of the texts that it is going to learn from.
         kept: see `EagleHead`.
     """
-    own = target.config
-    config = LlamaConfig(
-        vocab_size=own.vocab_size,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        hidden_act="silu",
-        max_position_embeddings=trained_length,
-        rms_norm_eps=own.rms_norm_eps,
-        rope_parameters=own.rope_parameters,
-        tie_word_embeddings=False,
-        bos_token_id=own.bos_token_id,
-        eos_token_id=own.eos_token_id,
-    )
-    head = EagleHead(config, own.hidden_size, num_taps, kept)
+    config = LlamaConfig(**shape.fields(sizes, trained_length))
+    is_narrow = shape.width != sizes.width
+    embedding = None if is_narrow else sizes.embedding
+    head = EagleHead(config, sizes.width, num_taps, kept, embedding)
+    rows, output = sizes.embedding, sizes.output
     with torch.no_grad():
-        rows = target.get_input_embeddings().weight.float()
-        directions = torch.linalg.svd(rows, full_matrices=False).Vh[:width]
-        projected = rows @ directions.T
-        head.embed_tokens.weight.copy_(projected)
-        head.lm_head.weight.copy_(projected[kept])
-    return head
+        if is_narrow:
+            directions = _directions(rows.float(), shape.width)
+            head.embed_tokens.weight.copy_(rows.float() @ directions)
+            output = output[kept].float() @ directions
+        else:
+            output = output[kept]
+        head.lm_head.weight.copy_(output)
+    return head.to(rows.device)
 
 
-def load_head(directory: Path, target: PreTrainedModel) -> tuple[EagleHead, tuple[int, ...]]:
-    """A head that `save_head` has written, and the boundaries that it reads.
-
-    Args:
-        directory: of it.
-        target: that it was trained for.
-    """
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    boundaries = tuple(config["eagle_aux_hidden_state_layer_ids"])
-    kept = torch.arange(config["draft_vocab_size"])
-    if config["draft_vocab_size"] < config["vocab_size"]:
-        kept = load_file(directory / WEIGHTS)["d2t"] + kept
-    head = build_head(
-        target,
-        len(boundaries),
-        config["hidden_size"],
-        config["intermediate_size"],
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-        config["head_dim"],
-        config["max_position_embeddings"],
-        kept,
-    )
-    load_weights(head, directory)
-    return head.eval(), boundaries
+def _directions(rows: Tensor, count: int) -> Tensor:
+    """[H, count], the directions in which rows [V, H] differ most, the first one most."""
+    return torch.linalg.eigh(rows.T @ rows).eigenvectors[:, -count:].flip(1)
 
 
 def save_head(head: EagleHead, boundaries: Sequence[int], directory: Path) -> None:
@@ -291,20 +267,23 @@ def save_head(head: EagleHead, boundaries: Sequence[int], directory: Path) -> No
 
     Args:
         head: trained.
-        boundaries: of the target that it reads, see `read_texts`; not 1 first, which readers take
+        boundaries: of the target that it reads, see `Target.read`; not 1 first, which readers take
             for lists that count otherwise.
         directory: is made where there is none.
     """
-    count, vocab_size = len(head.kept), head.config.vocab_size
+    kept = head.kept.cpu()
+    count, vocab_size = len(kept), head.config.vocab_size
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "draft_vocab_size": count,
-        "target_hidden_size": head.target_width,
         "eagle_aux_hidden_state_layer_ids": list(boundaries),
     }
+    if head.embedding is None:
+        # readers take it for a head with an embedding of its own
+        config["target_hidden_size"] = head.target_width
     maps = {}
     if count < vocab_size:
-        is_kept = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, head.kept, True)
-        maps = {"d2t": head.kept - torch.arange(count), "t2d": is_kept}
+        is_kept = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, kept, True)
+        maps = {"d2t": kept - torch.arange(count), "t2d": is_kept}
     save_draft(head, head.config, config, directory, maps)

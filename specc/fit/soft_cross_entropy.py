@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer's logits with whole distributions, a few rows at a time.
+"""Cross entropy of a linear layer's logits with the target's likeliest tokens, some rows at a time.
 
 Logits of all rows would be written to memory and read again several times; those of some rows stay
 in the processor's caches. Gradients are computed with the loss, and logits are never kept.
@@ -15,11 +15,17 @@ _ROWS = 256
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Σ_i share_i · Σ_v wanted_iv · -log softmax(W x_i)_v, and where a guess is the likeliest."""
+    """Σ_i share_i · Σ_k odds_ik · -log softmax(W x_i)[place_ik], and where a guess is likeliest."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, wanted: Tensor, shares: Tensor, guesses: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        places: Tensor,
+        odds: Tensor,
+        shares: Tensor,
+        guesses: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Products are computed in bfloat16, the rest in float32.
 
@@ -27,7 +33,8 @@ class SoftCrossEntropy(torch.autograd.Function):
             ctx: of the library.
             x: [n, d].
             weight: W, [V, d].
-            wanted: [n, V] float32, 0 or more; rows may sum to anything.
+            places: [n, K] int64, entries of each row; one may be there more than once.
+            odds: [n, K] float32, 0 or more; rows may sum to anything.
             shares: [n] float32, of the rows.
             guesses: [n] int64, an entry of each row.
         Returns:
@@ -39,16 +46,17 @@ class SoftCrossEntropy(torch.autograd.Function):
         total, best = x.new_zeros(()), []
         for start in range(0, len(x), _ROWS):
             part = slice(start, start + _ROWS)
-            goal, share = wanted[part], shares[part, None]
+            place, goal, share = places[part], odds[part], shares[part, None]
             scores = (narrow[part] @ matrix.T).float()
             # argmax takes as long as all the rest
             scores -= scores.amax(-1, keepdim=True)
             best.append(scores.gather(-1, guesses[part, None])[:, 0] >= 0)
-            inner = (goal * scores).sum(-1, keepdim=True)
-            odds = scores.exp_()
-            sums, mass = odds.sum(-1, keepdim=True), goal.sum(-1, keepdim=True)
+            inner = (goal * scores.gather(-1, place)).sum(-1, keepdim=True)
+            own = scores.exp_()
+            sums, mass = own.sum(-1, keepdim=True), goal.sum(-1, keepdim=True)
             total += (share * (mass * sums.log() - inner)).sum()
-            grad = (odds.mul_(share * mass / sums) - share * goal).bfloat16()
+            grad = own.mul_(share * mass / sums)
+            grad = grad.scatter_add_(-1, place, -share * goal).bfloat16()
             x_grad[part] = grad @ matrix
             weight_grad += grad.T @ narrow[part]
         ctx.save_for_backward(x_grad, weight_grad)
@@ -60,4 +68,4 @@ class SoftCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         """Scale what the forward pass has computed."""
         x_grad, weight_grad = ctx.saved_tensors
-        return grad * x_grad, grad * weight_grad, None, None, None
+        return grad * x_grad, grad * weight_grad, None, None, None, None

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from head_files import save_draft
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3RMSNorm,
@@ -22,6 +22,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
     repeat_kv,
 )
+
+from specc.fit.drafters.draft_files import save_draft
+from specc.fit.drafters.fitter import LayerShape
+from specc.fit.target import Sizes
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -31,17 +35,22 @@ class BlockDrafter(nn.Module):
 
     Args:
         config: of its layers.
-        embedding: [V, d] of the target, whose head it is, too; stays as it is.
+        embedding: [V, d] of the target; stays as it is.
+        output: [V, d] of the target's head, likewise.
         num_taps: A, hidden states of the target that it reads.
         block_size: B.
         mask_token_id: what stands for tokens that are not known.
         rank: r, of what is added to logits.
     """
 
+    embedding: Tensor
+    output: Tensor
+
     def __init__(
         self,
-        config: Qwen3Config,
+        config: Any,
         embedding: Tensor,
+        output: Tensor,
         num_taps: int,
         block_size: int,
         mask_token_id: int,
@@ -52,6 +61,7 @@ class BlockDrafter(nn.Module):
         self.config, self.num_taps = config, num_taps
         self.block_size, self.mask_token_id = block_size, mask_token_id
         self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("output", output, persistent=False)
         self.fc = nn.Linear(num_taps * width, width, bias=False)
         self.hidden_norm = Qwen3RMSNorm(width, eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
@@ -72,7 +82,7 @@ class BlockDrafter(nn.Module):
         size, (rows, count) = self.block_size, anchors.shape
         ids = tokens.new_full((rows, count, size), self.mask_token_id)
         ids[..., 0] = tokens.gather(1, anchors)
-        x = self.embedding[ids].flatten(1, 2)
+        x = self.embedding[ids].float().flatten(1, 2)
         context = self.hidden_norm(self.fc(taps.to(x.dtype)))
         places = anchors[..., None] + torch.arange(size, device=anchors.device)
         length = torch.arange(taps.shape[1], device=anchors.device)
@@ -94,7 +104,7 @@ class BlockDrafter(nn.Module):
 
     def head(self) -> Tensor:
         """[V, d + r], which `join` is multiplied with."""
-        return torch.cat([self.embedding, self.markov_head.markov_w2.weight], -1)
+        return torch.cat([self.output.float(), self.markov_head.markov_w2.weight], -1)
 
 
 class _MarkovHead(nn.Module):
@@ -107,7 +117,7 @@ class _MarkovHead(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = Qwen3RMSNorm(width, eps)
@@ -128,7 +138,7 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         width, size, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -184,13 +194,10 @@ class _Attention(nn.Module):
 
 
 def build_drafter(
-    target: PreTrainedModel,
+    sizes: Sizes,
     num_taps: int,
     num_layers: int,
-    inner: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
+    shape: LayerShape,
     trained_length: int,
     block_size: int,
     mask_token_id: int,
@@ -199,37 +206,20 @@ def build_drafter(
     """A drafter for a target, as wide as it, with random layers.
 
     Args:
-        target: with one matrix as embedding and head.
+        sizes: of the target.
         num_taps: A.
         num_layers: of the drafter.
-        inner: of its MLPs.
-        heads: of its attention.
-        kv_heads: of those, with keys of their own.
-        head_dim: of each.
+        shape: of its layers.
         trained_length: positions of the texts that it is going to learn from.
         block_size: B.
         mask_token_id: see `BlockDrafter`.
         rank: r.
     """
-    own = target.config
-    config = Qwen3Config(
-        vocab_size=own.vocab_size,
-        hidden_size=own.hidden_size,
-        intermediate_size=inner,
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        hidden_act="silu",
-        max_position_embeddings=trained_length,
-        rms_norm_eps=own.rms_norm_eps,
-        rope_parameters=own.rope_parameters,
-        tie_word_embeddings=False,
-        bos_token_id=own.bos_token_id,
-        eos_token_id=own.eos_token_id,
-    )
-    embedding = target.get_input_embeddings().weight.detach().float()
-    return BlockDrafter(config, embedding, num_taps, block_size, mask_token_id, rank)
+    fields = shape.fields(sizes, trained_length) | {"num_hidden_layers": num_layers}
+    config = Qwen3Config(**fields)
+    ends = sizes.embedding, sizes.output
+    drafter = BlockDrafter(config, *ends, num_taps, block_size, mask_token_id, rank)
+    return drafter.to(sizes.embedding.device)
 
 
 def save_drafter(
@@ -241,7 +231,7 @@ def save_drafter(
 
     Args:
         drafter: trained.
-        boundaries: of the target that it reads, see `read_texts`.
+        boundaries: of the target that it reads, see `Target.read`.
         num_target_layers: n.
         directory: is made where there is none.
     """
