@@ -226,6 +226,14 @@ BLOCK_CASES = {
         rank=6,
     ),
     "dspark-rnn": replace(_SPECULATORS, bias_kind="rnn"),
+    # DFlash's files, of which one key says that a block is causal
+    "jetspec": BlockCase(
+        "z-lab",
+        size=16,
+        config={"num_target_layers": LAYERS},
+        nested={"block_size": 16, "causal_head": True},
+        is_causal=True,
+    ),
     # as published: windows of all layers, which no row of a block is outside of
     "dflash2": BlockCase(
         "z-lab",

@@ -15,6 +15,9 @@ from specc.runtime.engine import Engine
 from specc.runtime.execution import shared_runner
 from specc.runtime.execution.shared_runner import cut_unlikely
 from specc.sampling.params import SamplingParams
+from specc.speculation.dynamic_tree import DynamicTree
+from specc.speculation.plans import SpecPlan
+from tests.block_heads import BLOCK_CASES
 from tests.draft_kinds.block import RIGS
 from tests.heads import VOCAB
 from tests.lossless import Zoo
@@ -84,6 +87,21 @@ def test_a_drafter_and_a_policy_that_both_leave_nodes_out(zoo: Zoo) -> None:
     # nearly nothing is accepted of random drafts
     assert policy._acceptance.rates(CHAIN)[0] < 0.9
     assert 0.3 < policy._ends.going_on(CHAIN)[0] < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["jetspec", "dflash2", "lilicorr"])
+@pytest.mark.parametrize("nodes", [128, 256])
+def test_large_trees(nodes: int, case: str, zoo: Zoo) -> None:
+    """As JetSpec drafts: seven children, and fifteen levels, or as many as a block has."""
+    size = BLOCK_CASES[case].size
+    count = 7 if case != "lilicorr" else 4
+    plan = SpecPlan.from_dynamic(DynamicTree(nodes, count, size - 1))
+    changes = {"plans": (plan,), "max_seq_len": 128, "backend": "cpu"}
+    engine = load(RIG.engine(zoo, case, f"large-{nodes}", **changes))
+    kinds = ({"temperature": 0.0}, {"temperature": 1.0, "rule": "delta"}, {"temperature": 1.0})
+    found = outputs(EngineCore(engine, plan.name), *kinds)
+    assert found == outputs(EngineCore(engine, "off"), *kinds)
 
 
 @pytest.mark.slow
