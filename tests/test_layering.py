@@ -105,9 +105,17 @@ PACKAGES = {
 _COMMANDS = tuple(
     f"specc.cli.commands.{name}"
     for name in (
-        "bench", "chat", "compare", "compile", "fit_draft", "reshard", "run", "serve", "triton",
+        "bench",
+        "chat",
+        "compare",
+        "compile",
+        "fit_draft",
+        "reshard",
+        "run",
+        "serve",
+        "triton",
         "tune",
-    )  # fmt: skip
+    )
 )
 # modules whose dataclasses are options of commands
 _FACTS = {"specc.close_name", "specc.errors", "specc.option", "specc.system.machine"}
@@ -127,14 +135,22 @@ _OPTIONS = {
         "specc.artifact.mixes",
         "specc.artifact.mla_cache",
         "specc.compile_request",
+        "specc.features",
         "specc.refusals",
     },
     "specc.compile_request": {"specc.artifact.backends", "specc.errors"},
-    "specc.refusals": {
+    "specc.features": {
         "specc.artifact.backends",
-        "specc.artifact.kv_rows",
         "specc.artifact.mixes",
         "specc.compile_request",
+        "specc.drafters.facts",
+    },
+    "specc.refusals": {
+        "specc.artifact.backends",
+        "specc.artifact.mixes",
+        "specc.compile_request",
+        "specc.drafters.facts",
+        "specc.features",
     },
     "specc.cli.options.load": {*_MEASURED, "specc.runtime.engine_args"},
     "specc.cli.options.common": _FACTS,
