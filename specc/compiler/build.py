@@ -158,8 +158,9 @@ def build(
             states = engine.models[0].entry.state_slabs
             kept = engine.context.plans
             of_drafts = draft_states([model.entry for model in engine.models])
-            of_rows = is_cut, windowed, states, of_drafts
-            steps = write_steps(writer, kept, slabs, *sizes, *of_rows, bool(adapters))
+            steps = write_steps(
+                writer, kept, slabs, *sizes, is_cut, windowed, states, of_drafts, bool(adapters)
+            )
         # before minutes of compiling: what is wrong with a checkpoint is found here
         said = [text for source in sources for text in source.warnings]
         lengths = trained_lengths(checked.candidates, engine.context.limits.max_seq_len)
