@@ -140,7 +140,7 @@ def draw_tensors(case: AssistantCase, seed: int = 0) -> dict[str, Tensor]:
             found[f"{place}.{norm}_layernorm.weight"] = draw(0.4, d, mean=1.0)
     found |= {
         "model.norm.weight": draw(0.4, d, mean=1.0),
-        "model.embed_tokens.weight": draw(0.4, case.vocab, d),
+        "model.embed_tokens.weight": draw(0.2, case.vocab, d),
         "pre_projection.weight": draw(0.2, d, 2 * WIDTH),
         "post_projection.weight": draw(0.3, WIDTH, d),
     }

@@ -20,6 +20,8 @@ class AssistantHead(nn.Module):
     target's.
     """
 
+    embed_scale: Tensor
+
     def __init__(self, spec: AssistantSpec) -> None:
         super().__init__()
         from transformers import AutoModel
@@ -134,6 +136,8 @@ def _with_owners(config: Any) -> Any:
 
 class _Clusters(nn.Module):
     """Logits of the ids of the best clusters."""
+
+    ids: Tensor
 
     def __init__(self, spec: AssistantSpec) -> None:
         super().__init__()
