@@ -132,7 +132,8 @@ class LiLiCorrReference:
         start, left, right = self.vectors(rows, hidden, context, chosen)
         source = start
         if path:
-            (place,) = (chosen[slot - 1] == path[-1]).nonzero()[:, 0].tolist()
+            # a token that is no candidate stands for the best one
+            place = (chosen[slot - 1] == path[-1]).int().argmax()
             source = left[slot - 1, place]
         found = torch.full_like(rows[0], float("-inf"))
         for c, token in enumerate(chosen[slot].tolist()):

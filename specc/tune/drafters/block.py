@@ -56,6 +56,8 @@ def block_chains(
         depth: levels at most, no more than a block proposes.
     """
     tokens, last = trajectory.token_ids, len(trajectory.token_ids) - 1
+    # of candidates, none beyond them is ever proposed
+    width = min(width, block.candidates or width)
     roots = roots_of(trajectory)
     drafter: Any = engine.drafts[block.number]
     logits: list[Tensor] = []

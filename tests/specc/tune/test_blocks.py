@@ -80,6 +80,8 @@ def rig_of(name: str) -> DraftRig:
         "dspark-speculators",
         pytest.param("dspark-gated", marks=pytest.mark.slow),
         pytest.param("dspark-rnn", marks=pytest.mark.slow),
+        pytest.param("dflash2", marks=pytest.mark.slow),
+        pytest.param("lilicorr", marks=pytest.mark.slow),
         "vllm",
         "prefix",
         pytest.param("mlp", marks=pytest.mark.slow),
@@ -114,14 +116,15 @@ def test_chains_are_those_of_steps(name: str, compiled: Callable[[str], Path], z
                 if name in PEAGLES[0].cases:
                     known = Read(known, tokens)
                 logits = reference.after(known, tokens[root], path)
-                ids = logits.topk(CHILDREN).indices.tolist()
+                count = min(CHILDREN, block.candidates or CHILDREN)
+                ids = logits.topk(count).indices.tolist()
                 wanted = tokens[root + level + 1]
                 chain.append(ids.index(wanted) if wanted in ids else -1)
             expected.append(chain)
         assert block_chains(engine, block, trajectory, CHILDREN, DEPTH) == expected
         every += [rank for chain in expected for rank in chain]
     assert len(every) == 2 * (3 + 3 + 3 + 1)
-    assert len({rank for rank in every if rank >= 0}) > 3
+    assert len({rank for rank in every if rank >= 0}) > (0 if block.candidates else 3)
     assert engine.cache.allocator.num_free == free
     # no deeper than a block
     deepest = 9 if name in (*PARDS[0].cases, *PEAGLES[0].cases) else 4
