@@ -13,8 +13,8 @@ import pytest
 
 _EXAMPLES = Path(__file__).parents[2] / "examples" / "training"
 _MODULES = (
-    "train_hybrid", "delta_rule", "hybrid_eval", "hybrid_model", "pair_data", "pair_eval",
-    "pair_parts", "pair_policy",
+    "train_hybrid", "train_pard", "delta_rule", "hybrid_eval", "hybrid_model", "pair_data",
+    "pair_eval", "pair_parts", "pair_policy",
 )  # fmt: skip
 
 
