@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.close_name import close_name
-from specc.drafters import block, eagle3, hydra, lookup, medusa, model, mtp, suffix
+from specc.drafters import block, eagle3, hydra, lookup, medusa, model, mtp, suffix, uno
 from specc.drafters import self as self_draft
 from specc.drafters.block import BlockDraft
 from specc.drafters.drafter import Drafter
@@ -34,13 +34,14 @@ ALL: tuple[DrafterFacts, ...] = (
     lookup.FACTS,
     suffix.FACTS,
     self_draft.FACTS,
+    uno.FACTS,
 )
 _KINDS = {facts.kind: facts for facts in ALL}
 _MODEL = re.compile(rf"{PREFIX}\d+")
 # kinds of drafts of one pass that plans name
 _ONE_PASS = {x.facts.kind: x for x in (HydraHeads, PrefixHydraHeads)}
 # those that no model has to be compiled for; the last one is no name of a path
-_WITHOUT_MODEL = (suffix.Suffix, lookup.Lookup, self_draft.SelfDraft)
+_WITHOUT_MODEL = (suffix.Suffix, lookup.Lookup, uno.Uno, self_draft.SelfDraft)
 # of other programs
 _OTHER_NAMES = {"ngram": "lookup:3", "[ngram]": "lookup:3", "prompt_lookup": "lookup:3"}
 FIRST = (ModelDraft(),)
