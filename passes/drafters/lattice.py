@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from specc.drafters.one_pass import OnePass
+from specc.drafters.drafter import Drafter
 from specc.passes.drafters.path_score import PathScore, wide
 from specc.passes.drafters.path_states import PathGrower
 from specc.passes.step.draft_dynamic import sharpen_sampled
@@ -58,7 +58,7 @@ class Lattice(PathGrower):
     """
 
     def __init__(
-        self, drafter: OnePass, levels: Sequence[fx.Node], score: PathScore | None = None
+        self, drafter: Drafter, levels: Sequence[fx.Node], score: PathScore | None = None
     ) -> None:
         super().__init__(drafter)
         self.levels, self.score = levels, score

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from specc.drafters.drafter import Drafter
+from specc.lora.target_adapters import NO_ADAPTERS, TargetAdapters
 from specc.passes.drafters.registry import compiler_drafter
 from specc.passes.step.proposer import Proposals, Proposer, chain_of
 from specc.passes.step.step_graph import STEP_INPUTS, VOTE_WEIGHTS, StepGraph, int32, slots_name
@@ -25,7 +26,7 @@ def draft_stage(
     block_size: int = 0,
     windowed: Collection[str] = (),
     stateful: Collection[str] = (),
-    has_adapters: bool = False,
+    adapters: TargetAdapters = NO_ADAPTERS,
 ) -> fx.Graph:
     """Grow the tree of a plan that speculates.
 
@@ -37,7 +38,7 @@ def draft_stage(
     """
     g = StepGraph(
         constants, *STEP_INPUTS, is_padded=is_padded, block_size=block_size, windowed=windowed,
-        stateful=stateful, has_adapters=has_adapters,
+        stateful=stateful, adapters=adapters,
     )  # fmt: skip
     if plan.is_static:
         outputs = _static(g, plan)

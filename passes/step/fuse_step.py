@@ -19,6 +19,7 @@ from torch import fx
 
 from specc.artifact.graph_io import store_graph
 from specc.artifact.state_entry import CONV, StateGeometry
+from specc.lora.target_adapters import NO_ADAPTERS, TargetAdapters
 from specc.passes.step.draft_stage import draft_stage, num_levels
 from specc.passes.step.step_graph import (
     BLOCK_MASS,
@@ -84,7 +85,7 @@ def fuse_step(
     windowed: Collection[str] = (),
     states: Sequence[StateGeometry] = (),
     draft_states: Mapping[str, Sequence[StateGeometry]] = MappingProxyType({}),
-    has_adapters: bool = False,
+    adapters: TargetAdapters = NO_ADAPTERS,
 ) -> StepProgram:
     """Compose the step of a plan.
 
@@ -101,16 +102,16 @@ def fuse_step(
             another block table.
         states: of each slab of states that the target's layers keep.
         draft_states: draft model → the same of its layers, where they keep some.
-        has_adapters: the target takes an adapter for each token.
+        adapters: that the target takes for each token.
     """
     reads_winners = reads_winners or plan.tile is not None
     constants: dict[str, torch.Tensor] = {}
     stages: dict[str, fx.Graph] = {}
     if plan.speculates:
         stateful = {*draft_states, *([TARGET] if states else [])}
-        given = is_padded, block_size, windowed, stateful, has_adapters
+        given = is_padded, block_size, windowed, stateful, adapters
         stages["draft"] = draft_stage(plan, constants, *given)
-    given = bool(states), has_adapters
+    given = bool(states), adapters
     stages["verify"] = _verify_stage(plan, constants, reads_winners, *given)
     kept = {TARGET: states, **draft_states}
     stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants, reads_winners, kept)
@@ -122,7 +123,7 @@ def _verify_stage(
     constants: dict[str, torch.Tensor],
     reads_winners: bool,
     has_states: bool,
-    has_adapters: bool,
+    adapters: TargetAdapters,
 ) -> fx.Graph:
     """Passes of the target over all nodes of all sequences, and what it wants after each.
 
@@ -132,7 +133,7 @@ def _verify_stage(
     """
     # where layers keep states, the host says whose are where
     names = *STEP_INPUTS, *([STATES] if has_states else [])
-    g = StepGraph(constants, *names, has_adapters=has_adapters)
+    g = StepGraph(constants, *names, adapters=adapters)
     if not plan.speculates:
         tokens = g.last(g["last_tokens"], 1)
         nodes = g.arange(0, 1, 1, torch.int32)

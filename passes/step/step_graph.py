@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from specc.lora.target_adapters import NO_ADAPTERS, TargetAdapters
 from specc.speculation.tree import WORD_BITS
 
 aten = torch.ops.aten
@@ -43,7 +44,7 @@ class StepGraph:
         block_size: rows of a block of the caches, which views count in.
         windowed: self-drafts whose programs see a part of the cache by themselves.
         stateful: models whose layers keep states.
-        has_adapters: the target takes an adapter for each token.
+        adapters: that the target takes for each token.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class StepGraph:
         block_size: int = 0,
         windowed: Collection[str] = (),
         stateful: Collection[str] = (),
-        has_adapters: bool = False,
+        adapters: TargetAdapters = NO_ADAPTERS,
     ) -> None:
         self.graph = fx.Graph()
         self.stateful = stateful
-        self.has_adapters = has_adapters
+        self.adapters = adapters
         self.is_padded = is_padded
         self.block_size = block_size
         self.windowed = windowed
@@ -120,7 +121,7 @@ class StepGraph:
         """[B * count, 1] adapter of each of `count` tokens of each sequence; [] where there are
         none: what a pass of the target is given after its states.
         """
-        if not self.has_adapters:
+        if not self.adapters.names:
             return []
         wide = self.call(aten.unsqueeze.default, self[ADAPTERS], 1)
         wide = self.call(aten.expand.default, wide, [self.batch, count])

@@ -25,7 +25,7 @@ def plan_constants(plan: SpecPlan, is_padded: bool) -> dict[str, Tensor]:
         is_padded: the step is one for programs that take padded batches.
     """
     made = {"slot_of_target": _int32(range(plan.num_nodes))}
-    for drafter in plan.models:
+    for drafter in plan.asked:
         made |= drafter.constants(plan.max_depth)
     if plan.dynamic is not None:
         return made | _dynamic(plan)

@@ -21,7 +21,7 @@ from specc.artifact.manifest_entries import (
     SegmentsEntry,
 )
 from specc.compile_request import CompileRequest
-from specc.compiler.adapters import adapter_entries, open_adapters
+from specc.compiler.adapters import adapter_entries, check_plans, named, open_adapters
 from specc.compiler.backends.base import CompilerBackend, Emitted, UnfinishedEngine
 from specc.compiler.backends.registry import choose_backend
 from specc.compiler.calibration import calibration_windows
@@ -139,6 +139,7 @@ def build(
         check_dump(dump_graphs)
         with phases.phase("check models"):
             adapters = open_adapters(config)
+            check_plans(plans, adapters)
             checked = CheckedModels.check(target, draft_models, config, backend, tokenizer, request)
         beside.enter_context(backend.ahead())
         with phases.phase("load models"):
@@ -158,8 +159,9 @@ def build(
             states = engine.models[0].entry.state_slabs
             kept = engine.context.plans
             of_drafts = draft_states([model.entry for model in engine.models])
+            own = named(adapters, engine.models[0].entry.vocab_size)
             steps = write_steps(
-                writer, kept, slabs, *sizes, is_cut, windowed, states, of_drafts, bool(adapters)
+                writer, kept, slabs, *sizes, is_cut, windowed, states, of_drafts, own
             )
         # before minutes of compiling: what is wrong with a checkpoint is found here
         said = [text for source in sources for text in source.warnings]

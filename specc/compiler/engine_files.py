@@ -21,6 +21,7 @@ from specc.compiler.stages import staged, staged_specs
 from specc.compiler.tokenizer import TokenizerFiles
 from specc.config import CompileConfig
 from specc.errors import EngineError
+from specc.lora.target_adapters import NO_ADAPTERS, TargetAdapters
 from specc.passes.pipeline import PassRecord
 from specc.passes.program import constant_key
 from specc.passes.program_json import program_to_json
@@ -54,7 +55,7 @@ def write_steps(
     windowed: Collection[str] = (),
     states: Sequence[StateGeometry] = (),
     draft_states: Mapping[str, Sequence[StateGeometry]] = MappingProxyType({}),
-    has_adapters: bool = False,
+    adapters: TargetAdapters = NO_ADAPTERS,
 ) -> tuple[PlanEntry, ...]:
     """Fuse and write the step programs of each plan.
 
@@ -68,11 +69,11 @@ def write_steps(
         windowed: self-drafts whose programs see a part of the cache by themselves.
         states: slabs of the states that the target's layers keep.
         draft_states: draft model → the same of its layers, where they keep some.
-        has_adapters: the target takes an adapter for each token.
+        adapters: that the target takes for each token.
     Returns:
         what the manifest says of the plans.
     """
-    kept = {"states": states, "draft_states": draft_states, "has_adapters": has_adapters}
+    kept = {"states": states, "draft_states": draft_states, "adapters": adapters}
     fuse = functools.partial(fuse_step, windowed=windowed, **kept)
     entries = tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
     for plan, entry in zip(plans, entries, strict=True):

@@ -14,6 +14,7 @@ from specc.artifact.manifest_entries import MemoryEntry, PlanEntry
 from specc.compiler.backends.registry import compiler_backend
 from specc.compiler.engine_files import step_file, write_steps
 from specc.compiler.model_entries import draft_states
+from specc.lora.target_adapters import TargetAdapters
 from specc.passes.step.step_graph import TARGET
 from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
 from specc.speculation.plans import SpecPlan, replay_rows
@@ -109,9 +110,11 @@ class EngineExtension:
         is_cut = self._manifest.parallel is not None
         windowed, models = self._manifest.windowed, self._manifest.models
         states = models[0].state_slabs, draft_states(models)
+        names = tuple(entry.name for entry in self._manifest.adapters)
+        adapters = TargetAdapters(names, models[0].vocab_size)
         self._entries = write_steps(
             self._writer, plans, slabs, is_padded, size, is_cut, windowed, *states,
-            bool(self._manifest.adapters),
+            adapters,
         )  # fmt: skip
         return plans
 

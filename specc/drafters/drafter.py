@@ -131,6 +131,11 @@ class Drafter(ABC):
         return None
 
     @property
+    def adapter(self) -> str | None:
+        """Adapter of the target that some of its rows go through; None is none."""
+        return None
+
+    @property
     def quantization(self) -> str | None:
         """The layout of those weights."""
         return None
@@ -156,6 +161,11 @@ class Drafter(ABC):
     @property
     def hidden_columns(self) -> int:
         """Columns of its output after the logits of each row."""
+        return 0
+
+    @property
+    def candidates(self) -> int:
+        """Best tokens of each row that alone may follow; 0 is all."""
         return 0
 
     @property

@@ -163,13 +163,7 @@ class OnePass(OnePassEntry, Drafter):
         return (self.num_read(depth),)
 
     def rules(self, shape: TokenTree, is_merged: bool) -> tuple[Rule, ...]:
-        """MSS draws siblings that may be equal, and merging makes one node of them, with the
-        children of both. Those of one row of logits are the same draws twice, not two draws.
-        """
-        draws_again = any(len(level) > 1 for level in shape.levels[1:-1])
-        if is_merged and self.is_product and draws_again:
-            return tuple(rule for rule in Rule if rule is not Rule.MSS)
-        return super().rules(shape, is_merged)
+        return product_rules(shape, is_merged) if self.is_product else tuple(Rule)
 
     def check_plan(self, plan: str, depth: int, widest: int, dynamic: DynamicTree | None) -> None:
         if depth > self.num_proposed:
@@ -214,6 +208,18 @@ class OnePass(OnePassEntry, Drafter):
         if not (is_typed and is_bounded(block) and block.num_proposed >= 1 and block.is_possible):
             raise _invalid(data)
         return block
+
+
+def product_rules(shape: TokenTree, is_merged: bool) -> tuple[Rule, ...]:
+    """Rules that are lossless where all nodes of a depth have children of one row of logits.
+
+    MSS draws siblings that may be equal, and merging makes one node of them, with the children of
+    both. Those of one row of logits are the same draws twice, not two draws.
+    """
+    draws_again = any(len(level) > 1 for level in shape.levels[1:-1])
+    if is_merged and draws_again:
+        return tuple(rule for rule in Rule if rule is not Rule.MSS)
+    return tuple(Rule)
 
 
 def check_candidates(plan: str, tree: DynamicTree, called: str) -> None:

@@ -22,6 +22,7 @@ from specc.drafters import (
     pard,
     peagle,
     suffix,
+    uno,
 )
 from specc.drafters import self as self_draft
 from specc.drafters.assistant import AssistantDraft
@@ -57,6 +58,7 @@ ALL: tuple[DrafterFacts, ...] = (
     lookup.FACTS,
     suffix.FACTS,
     self_draft.FACTS,
+    uno.FACTS,
 )
 _KINDS = {facts.kind: facts for facts in ALL}
 _MODEL = re.compile(rf"{PREFIX}\d+")
@@ -66,7 +68,7 @@ _ONE_PASS = {
     x.facts.kind: x for x in (HydraHeads, PrefixHydraHeads, PardDraft, PeagleDraft, LiLiCorrDraft)
 }
 # those that no model has to be compiled for; the last one is no name of a path
-_WITHOUT_MODEL = (suffix.Suffix, lookup.Lookup, self_draft.SelfDraft)
+_WITHOUT_MODEL = (suffix.Suffix, lookup.Lookup, uno.Uno, self_draft.SelfDraft)
 # of other programs
 _OTHER_NAMES = {"ngram": "lookup:3", "[ngram]": "lookup:3", "prompt_lookup": "lookup:3"}
 FIRST = (ModelDraft(),)

@@ -10,6 +10,7 @@ import pytest
 from specc.drafters.drafter import Drafter
 from specc.drafters.facts import Cache, Passes
 from specc.drafters.registry import ALL, FIRST, drafter_of, facts_of, kind_of_target, parse_draft
+from specc.lora.target_adapters import TargetAdapters
 from specc.passes.drafters.compiler_drafter import CompilerDrafter
 from specc.passes.drafters.registry import compiler_drafter, drafters_of_files
 from specc.passes.step.fuse_step import fuse_step
@@ -27,6 +28,7 @@ SAMPLES: dict[str, tuple[Drafter, ...]] = {
     "draft_model": FIRST,
     "lookup": (drafter_of("lookup-3"),),
     "suffix": (drafter_of("suffix"),),
+    "uno": (drafter_of("uno_fast"),),
     "self": tuple(map(drafter_of, ("self_w32_s4", "self_l0to3", "self_int8_w32_s4"))),
 } | {rig.kind: (rig.sample,) for rig in all_rigs()}
 CASES = [(kind, drafter) for kind, drafters in SAMPLES.items() for drafter in drafters]
@@ -89,7 +91,9 @@ def test_steps(kind: str, drafter: Drafter) -> None:
     """Of every shape: a stage that proposes, with the constants that the runtime expects."""
     for plan in plans_of(drafter):
         slabs = {"target": 1, **dict.fromkeys(plan.model_names, 1)}
-        program = json.loads(json.dumps(fuse_step(plan, slabs, block_size=4).to_json()))
+        adapters = TargetAdapters(tuple(x.adapter for x in plan.drafters if x.adapter), 9)
+        made = fuse_step(plan, slabs, block_size=4, adapters=adapters)
+        program = json.loads(json.dumps(made.to_json()))
         assert plan_of(program) == plan
         step_constants(program, plan)
         text = json.dumps(program)
