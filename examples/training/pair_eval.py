@@ -259,7 +259,8 @@ little under another Python version.
 
 `draft-boosted` is a second draft, to be merged with the first, by `boost_tune.py`; `draft-llama`
 has another tokenizer, by `train_other_vocabulary.py`, both of bac75e9c; `eagle` is an EAGLE-3
-head, by `train_eagle_head.py` of a80b4f97, which `specc fit-draft` goes on from (docs/guide/drafts.md).
+head, by `train_eagle_head.py` of a80b4f97, from which `specc fit-draft` came
+(docs/guide/drafts.md).
 
 ## Training
 

@@ -219,10 +219,13 @@ def _checked_device(device: str) -> str:
 
 
 def _encoder(model: Target) -> Encoder:
-    needed = "a tokenizer that transformers loads"
+    needed = "tokenizer.json, which transformers loads"
     do = "put tokenizer.json and tokenizer_config.json beside the checkpoint"
     try:
-        tokenizer = None if model.directory is None else HfTokenizer.load(model.directory)
+        # without the file, transformers may make an empty one
+        directory = model.directory
+        is_there = directory is not None and (directory / "tokenizer.json").is_file()
+        tokenizer = HfTokenizer.load(directory) if directory is not None and is_there else None
         if tokenizer is not None:
             # what it begins every text with
             begin = tokenizer.encode("a")[: -len(tokenizer.encode("a", add_special_tokens=False))]

@@ -49,7 +49,7 @@ def built(target: Target) -> BlockDrafter:
     with torch.no_grad():
         for name, value in drafter.named_parameters():
             drawn = 1 + 0.4 * torch.randn_like(value) if value.ndim == 1 else value
-            drawn = 0.5 * torch.randn_like(value) if "markov" in name else drawn
+            drawn = torch.randn_like(value) if "markov" in name else drawn
             # as it is saved
             value.copy_(drawn.bfloat16().float())
     return drafter

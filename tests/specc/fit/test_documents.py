@@ -56,6 +56,7 @@ def test_directories_hold_what_is_text_and_each_text_once(tmp_path: Path) -> Non
     assert sorted(x.text for x in found) == sorted(f"text {n}\n" for n in range(40))
     learned, held = split(found)
     assert {x.text for x in learned} | {x.text for x in held} == {x.text for x in found}
+    assert len(learned) + len(held) == len(found)
     assert 0 < len(held) < 10
     # by content alone
     assert split(found[::-1])[1] == held[::-1]

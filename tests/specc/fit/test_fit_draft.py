@@ -17,6 +17,7 @@ from specc.fit import course, lessons, run
 from specc.fit.drafters.eagle3 import EagleFitter
 from specc.fit.options import FitOptions
 from specc.fit.run import fit_draft
+from specc.fit.target import Target
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -28,9 +29,22 @@ TOKENS = 40
 SIZES = ("--length", 64, "--generate", 2000, "--num-threads", 1, "--num-speculative-tokens", 3)
 
 
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, Target]:
+    return {}
+
+
 @pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few short texts and walks."""
+def few(monkeypatch: pytest.MonkeyPatch, loaded: dict[str, Target]) -> None:
+    """A few short texts and walks; a target is loaded once, which takes seconds."""
+    load = Target.load
+
+    def load_once(label: str, *others: Any) -> Target:
+        if label not in loaded:
+            loaded[label] = load(label, *others)
+        return loaded[label]
+
+    monkeypatch.setattr(Target, "load", load_once)
     monkeypatch.setattr(lessons, "CONTINUATION", 40)
     monkeypatch.setattr(EagleFitter, "batch_tokens", 512)
     monkeypatch.setattr(run, "_WALKS", 6)
@@ -191,6 +205,7 @@ def test_other_targets_and_outputs_are_refused(texts: Path, tmp_path: Path) -> N
     words = ("--kind", "eagle3", "--texts", texts, "-o", tmp_path / "full")
     assert_refused(invoke("fit-draft", scaled, *words), "exists", "choose another --output")
     (scaled / "tokenizer.json").unlink()
-    words = ("--kind", "eagle3", "--texts", texts, "-o", tmp_path / "y")
-    assert_refused(invoke("fit-draft", scaled, *words), "tokenizer")
+    words = ("--kind", "eagle3", "--texts", texts, "-o", tmp_path / "y", "--steps", 1)
+    assert_refused(invoke("fit-draft", scaled, *words), "no tokenizer")
+    assert not (tmp_path / "y").exists()
     assert_refused(invoke("fit-draft", tmp_path / "none", *words[:4], "-o", tmp_path / "z"), "none")
