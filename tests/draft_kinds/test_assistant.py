@@ -101,7 +101,10 @@ class AssistantOracle:
                 path = [self._tokens[request.request_id, length + node] for node in nodes]
             assert (int(rows[i, 0]) == length - 1) == (not path)
             wanted = self.reference.logits(request.token_ids, path).float()
-            torch.testing.assert_close(row, wanted, **CLOSE)
+            # scores of a random Gemma are so large that its own float32 is as far off
+            is_sharp = self.reference.case.target != "llama"
+            close = {"rtol": 5e-4, "atol": 5e-4} if is_sharp else CLOSE
+            torch.testing.assert_close(row, wanted, **close)
             self.num_nodes += 1
             self.depths.add(len(path))
 
@@ -200,7 +203,7 @@ def test_formulas_are_those_of_transformers(
             assert int(kept.sum()) == (VOCAB if case == "plain" else VOCAB // 12 * 4)
 
 
-@pytest.mark.parametrize("case", ["plain"])
+@pytest.mark.parametrize("case", ["plain", "llama"])
 def test_wide_trees(case: str, zoo: Zoo) -> None:
     """All nodes of trees of 3, 2, 1 children, of two sequences in a pass, after rejections."""
     path = RIG.engine(zoo, case, "wide", plans=(WIDE,))
