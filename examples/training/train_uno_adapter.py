@@ -25,18 +25,32 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.nn.functional as F
-from head_texts import continue_texts
-from head_training import PAIR, PROMPTS
 from pair_data import encode_stream, training_files
-from pair_parts import Schedule, autocast, facts_of_training, write_json
+from pair_parts import facts_of_training, write_json
 from pair_policy import draw_prompts
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from specc.fit.optimizer import Schedule, autocast
+
+PAIR = Path(__file__).resolve().parents[1] / "pair"
+PROMPTS = (PAIR / "prompts.jsonl", PAIR / "prompts_unused.jsonl")
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 REPORT_EVERY = 20
 DECAY, MISSED = 0.9, 0.3  # weights of a row beside the one before it, and where that was wrong
+
+
+@torch.no_grad()
+def _continue(target: nn.Module, prompts: Tensor, length: int) -> Tensor:
+    """[rows, context + length] int64, prompts with the target's greedy text, whatever it is."""
+    return target.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=length,
+        eos_token_id=None,
+        do_sample=False,
+    )
 
 
 class Adapted(nn.Module):
@@ -146,7 +160,7 @@ def texts_of(args: argparse.Namespace, target: Any, stream: Tensor, newline: int
     pool = []
     for _ in range(args.pool_batches):
         prompts = draw_prompts(stream, newline, 128, generator)
-        pool.append(continue_texts(target, prompts, args.length - prompts.shape[1], 0.0))
+        pool.append(_continue(target, prompts, args.length - prompts.shape[1]))
         print(f"texts: {sum(map(len, pool))}", flush=True)
     own = torch.cat(pool)
     starts = torch.randint(len(stream) - args.length, (len(own),), generator=generator)
@@ -172,7 +186,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    stream = encode_stream(tokenizer, training_files([*PROMPTS.values()]))
+    stream = encode_stream(tokenizer, training_files(PROMPTS))
     texts = texts_of(args, target, stream, tokenizer("\n")["input_ids"][-1])
     terms = adapt(target, args.rank, args.alpha)
     parameters = [x for term in terms.values() for x in (term.down, term.up)]
