@@ -40,6 +40,7 @@ LAYER_OF = {
     "dtypes": "facts",
     "draw": "bench",
     "errors": "facts",
+    "features": "facts",
     "fit": "fit",
     "inputs": "facts",
     "kernels": "kernels",
