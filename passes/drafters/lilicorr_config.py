@@ -81,9 +81,10 @@ def read_lilicorr(
 
 def _number(values: Mapping[str, Any], key: str, name: str) -> float:
     value = values.get(key)
-    if type(value) not in (int, float) or not 0 < value < 1e6:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < float(value or 0) < 1e6:
         raise HeadError(f"{name}: config.json: {key} is {value!r:.40}", "a number above 0", _DO)
-    return float(value)
+    return float(value or 0)
 
 
 def _shapes(draft: LiLiCorrDraft, width: int, factors: int, middle: int) -> Shapes:
