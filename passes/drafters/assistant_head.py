@@ -52,7 +52,9 @@ class AssistantHead(nn.Module):
             if type(module) is type(self):
                 module.embed_scale.fill_(self.spec.embedding_scale)
             elif isinstance(module, _Clusters):
-                module.ids.copy_(module.spec.clusters.ids)
+                clusters = module.spec.clusters
+                assert clusters is not None, "a head of clusters"
+                module.ids.copy_(clusters.ids)
             else:
                 self._base[0]._init_weights(module)
 

@@ -49,7 +49,7 @@ def uno_levels(g: StepGraph, draft: Uno, depth: int) -> list[fx.Node]:
         g["cache_len"],
         None,
         g["block_table"],
-        rows_by_depth(g, draft.name, 0, depth, depth),
+        rows_by_depth(g, draft.name, torch.arange(depth), depth),
         *states,
         g.reshape(g.cat(*adapters), -1, 1),
     )

@@ -63,14 +63,18 @@ class AddLora(Pass):
                 continue
             self._check_place(program, node, source, weight.parameters)
             dtype = bind_args(node)["input"].meta["val"].dtype
-            pieces, scales, downs, ups, column = [], [], [], [], 0
+            pieces: list[tuple[int, ...]] = []
+            scales: list[float] = []
+            downs: list[Tensor] = []
+            ups: list[Tensor] = []
+            column = 0
             for parameter in weight.parameters:
                 outputs, inputs = self._size(parameter, weight.is_turned)
                 for number, terms in enumerate(self._terms):
                     if (pair := terms.get(parameter)) is None:
                         continue
                     self._check_size(number, pair, outputs, inputs)
-                    first = sum(len(down) for down in downs)
+                    first = sum(len(x) for x in downs)
                     pieces.append((number, column, outputs, first, pair.rank))
                     scales.append(pair.scale)
                     down, up = self._adapters[number].read(pair, dtype)

@@ -111,8 +111,8 @@ def fuse_step(
         stateful = {*draft_states, *([TARGET] if states else [])}
         given = is_padded, block_size, windowed, stateful, adapters
         stages["draft"] = draft_stage(plan, constants, *given)
-    given = bool(states), adapters
-    stages["verify"] = _verify_stage(plan, constants, reads_winners, *given)
+    has_states = bool(states)
+    stages["verify"] = _verify_stage(plan, constants, reads_winners, has_states, adapters)
     kept = {TARGET: states, **draft_states}
     stages["accept_commit"] = _accept_commit_stage(plan, slabs, constants, reads_winners, kept)
     return StepProgram(plan, constants, stages)

@@ -152,5 +152,5 @@ class PrefixCache:
 
 def _before_all(request: Request) -> bytes:
     """What the first key of a request is made of besides tokens."""
-    has_adapter = request.adapter is not None and request.adapter >= 0
-    return array("q", [request.adapter]).tobytes() if has_adapter else b""
+    adapter = request.adapter
+    return b"" if adapter is None or adapter < 0 else array("q", [adapter]).tobytes()

@@ -73,8 +73,9 @@ def write_steps(
     Returns:
         what the manifest says of the plans.
     """
-    kept = {"states": states, "draft_states": draft_states, "adapters": adapters}
-    fuse = functools.partial(fuse_step, windowed=windowed, **kept)
+    fuse = functools.partial(
+        fuse_step, windowed=windowed, states=states, draft_states=draft_states, adapters=adapters
+    )
     entries = tuple(PlanEntry.of(plan, step_file(plan)) for plan in plans)
     for plan, entry in zip(plans, entries, strict=True):
         step = fuse(plan, slabs, is_padded, block_size)

@@ -177,10 +177,10 @@ def compile_shapes(
     compiled, _ = compile_models(context, sources)
     for source in sources:
         _check_rows(source, limits.max_seq_len)
-    own, _ = self_draft_programs(context, compiled[0])
-    if own:
+    second, _ = self_draft_programs(context, compiled[0])
+    if second:
         raise ConfigError(
-            f"{own[0].entry.name}, which runs a second program of the target",
+            f"{second[0].entry.name}, which runs a second program of the target",
             "one that runs the target's own program: its layers attend to all rows",
             "compile a checkpoint with --draft self:…, or choose another shape",
         )
