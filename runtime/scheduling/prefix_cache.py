@@ -8,7 +8,7 @@ finds the rows of others but not its own writes those, which nobody reads before
 
 Rows of a target that runs with an adapter are other ones: the adapter stands before the first key.
 
-The last row of a head in a block (see `docs/guide/drafts.md`) is made of the first token after the
+The last row of a head in a block (see `docs/guide/heads.md`) is made of the first token after the
 block, too. Where there are heads that token belongs to the key: it is known as soon as the rows are
 committed, but for a request that ends there, whose last block nobody finds.
 

@@ -103,7 +103,7 @@ class TapsEntry:
 
 @dataclass(frozen=True)
 class HeadEntry:
-    """Of a draft that reads the target's hidden states, see `docs/guide/drafts.md`.
+    """Of a draft that reads the target's hidden states, see `docs/guide/heads.md`.
 
     Args:
         kind: see `specc.drafters.facts`.
