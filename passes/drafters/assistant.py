@@ -15,13 +15,8 @@ from specc.drafters.drafter import Drafter
 from specc.errors import HeadError
 from specc.passes.base import Pass
 from specc.passes.drafters.assistant_head import AssistantHead
-from specc.passes.drafters.assistant_spec import (
-    SLIDING,
-    AssistantSpec,
-    fit_assistant,
-    row_inputs,
-    says_assistant,
-)
+from specc.passes.drafters.assistant_source import fit_assistant, row_inputs, says_assistant
+from specc.passes.drafters.assistant_spec import SLIDING, AssistantSpec
 from specc.passes.drafters.head import CompilerHead, HeadGrower, feature_rows
 from specc.passes.drafters.head_spec import HeadSwitches, TargetFacts
 from specc.passes.program import Program, RowInput

@@ -33,6 +33,8 @@ def test_other_drafts_fail(engine):
 
 def test_drafts_of_one_pass_are_compared():
     compared = {name for name, case in kinds.KINDS.items() if kinds.compared_plans(case)}
-    assert compared == {"block", "dspark", "dspark-rnn", "medusa", "hydra", "hydra-prefix"}
+    assert compared == {
+        "block", "dspark", "dspark-rnn", "medusa", "hydra", "hydra-prefix", "pard", "peagle"
+    }  # fmt: skip
     for name in compared:
         assert len(kinds.compared_plans(kinds.KINDS[name])) == 4

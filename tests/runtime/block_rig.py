@@ -138,7 +138,7 @@ class BlockOracle:
             assert int(cache_len[b]) + self.rows_behind == request.cache_len
             assert request.cache_len == len(request.token_ids) - 1
             taps = self.taps(request, request.cache_len)
-            if self.reference.case.lilicorr:
+            if getattr(self.reference.case, "lilicorr", None):
                 # the last row is the context's, of which steps read what it is projected from
                 context = rows.pop()[-self.reference.case.width :]
                 for known in self.reference.context(taps)[-1:]:

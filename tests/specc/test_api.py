@@ -25,7 +25,7 @@ GIVEN = {
     "draft_ranks": 2, "rope_length": 512, "kv_cache_tokens": 128, "quantize": "int4",
     "quantize_group": 32, "segments": True, "kv_cache_dtype": "int8", "weight_only": True,
     "activation_bits": 8, "mla_cache": "latent", "calibration": Path("texts.txt"),
-    "state_checkpoints": 4, "state_grid": 32,
+    "state_checkpoints": 4, "state_grid": 32, "lora": ("sql=adapters/sql",),
 }  # fmt: skip
 # fields that take several values, and one alone
 LISTS = ("draft_dtype", "draft_kv", "draft_assume")
@@ -45,6 +45,7 @@ def test_type_checkers_know_every_option():
     fields = {field.name: field.type for field in dataclasses.fields(CompileConfig)}
     assert fields.keys() - FOUND_BY_OTHERS == GIVEN.keys()
     wider = {"dtype": "str | torch.dtype", "calibration": "str | Path | None"}
+    wider["lora"] = "Mapping[str, str | Path] | Sequence[str]"
     wider |= dict.fromkeys(LISTS, "str | Sequence[str]")
     types = {name: ref.__forward_arg__ for name, ref in CompileOptions.__annotations__.items()}
     assert types == {name: wider.get(name, fields[name]) for name in GIVEN}

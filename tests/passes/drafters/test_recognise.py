@@ -141,11 +141,9 @@ def test_what_is_not_said_is_told(tmp_path):
 KINDS = {
     "MTP": {"speculators_model_type": "mtp"},
     "DSpark of DeepSeek V4": {"dspark_block_size": 7},
-    "DFlash2": {"architectures": ["DFlash2DraftModel"]},
     "Medusa heads in files of speculators": {"speculators_model_type": "medusa"},
     "Hydra": {"hydra_num_heads": 4},
     "P-EAGLE": {"ptd_token_id": 3, "architectures": ["LlamaForCausalLM"]},
-    "LiLiCorr": {"architectures": ["LiLiCorrDraftModel"]},
     "EAGLE 1": {"architectures": ["EagleLlamaForCausalLM"]},
     "'quantum'": {"speculators_model_type": "quantum"},
 }

@@ -92,7 +92,9 @@ FIRST = rigs(*(rig.kind for rig in RIGS), cases=lambda rig: rig.is_first and rea
 
 
 def test_every_kind_has_a_rig() -> None:
-    kinds = {x.kind for x in ALL if x.reads_hidden or x.passes is Passes.ONE}
+    # the target itself drafts through an adapter: `tests/runtime/test_uno.py`
+    models = [x for x in ALL if x.has_program]
+    kinds = {x.kind for x in models if x.reads_hidden or x.passes is Passes.ONE}
     assert {rig.kind for rig in RIGS} == kinds
 
 

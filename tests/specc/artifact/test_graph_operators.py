@@ -37,6 +37,7 @@ def overload(name: str) -> Any:
 BY_PASSES = {
     "aten.bitwise_left_shift.Tensor": "passes/drafters/see_blocks.py",
     "aten.bmm.default": "models whose experts are one stack, left as they are",
+    "specc.add_lora.default": "passes/rewrite/add_lora.py",
     "specc.attend_expanded.default": "passes/rewrite/expand_prompts.py",
     "specc.block_conv.default": "passes/drafters/block_head.py",
     "specc.block_mass.default": "passes/rewrite/insert_block_mass.py",

@@ -250,6 +250,7 @@ def test_manifest_round_trip(named):
         "heads",
         "sharpness",
         "blocks",
+        "kinds",
     }
 
 
