@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from specc.fit.course import Course, teach
 from specc.fit.documents import Encoder, read_documents, split
-from specc.fit.lessons import Budget, Lessons
 from specc.fit.optimizer import Schedule, autocast
 from specc.fit.soft_cross_entropy import SoftCrossEntropy
 from specc.fit.target import Target
 from specc.fit.texts import Texts, TextStore
+from specc.fit.trainer import TrainerConfig, train
+from specc.fit.training_data import Budget, TrainingData
 from specc.passes.frontend.hf_tokenizer import HfTokenizer
 
 PAIR = Path(__file__).resolve().parents[1] / "pair"
@@ -189,7 +189,7 @@ def make_model(args: argparse.Namespace) -> None:
     documents, _ = split(read_documents(args.texts))
     store = TextStore(args.out / "texts")
     encoder = Encoder(HfTokenizer.load(args.target), None)
-    lessons = Lessons(target, (1,), encoder, store, 256, args.seed)
+    lessons = TrainingData(target, (1,), encoder, store, 256, args.seed)
     budgets = {count: Budget(float("inf"), count, _MOST_BYTES) for count in (args.write, args.read)}
     lessons.write(documents, budgets[args.write], _tell)
     lessons.read(documents, budgets[args.read], _tell)
@@ -201,10 +201,12 @@ def make_model(args: argparse.Namespace) -> None:
         return losses(model, mask, texts, anchors, goal)
 
     schedule = Schedule(args.steps, args.minutes, decay=0.7)
-    course = Course(schedule, (0.01, 2e-3), args.batch_tokens, args.seed, torch.device("cpu"))
-    taught = teach(model, of_rows, store, course, advance=_tell)
+    config = TrainerConfig(
+        schedule, (0.01, 2e-3), args.batch_tokens, args.seed, torch.device("cpu")
+    )
+    result = train(model, of_rows, store, config, advance=_tell)
     save(model, AutoTokenizer.from_pretrained(args.target), args.out)
-    print(f"\n{taught}")
+    print(f"\n{result}")
 
 
 def _tell(done: int, total: int, what: str = "") -> None:

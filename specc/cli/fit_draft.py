@@ -29,10 +29,10 @@ def run_fit(target: str, options: FitOptions, *, as_json: bool) -> None:
 def _print(fit: Fit, depth: int) -> None:
     console = render.make_console()
     counts = ", ".join(f"{count:,} {kind}" for kind, count in fit.tokens.items())
-    lines = [*fit.warnings, f"learned from {counts} tokens, in {fit.taught.steps:,} steps"]
-    if fit.taught.loss is not None:
+    lines = [*fit.warnings, f"learned from {counts} tokens, in {fit.result.steps:,} steps"]
+    if fit.result.loss is not None:
         lines.append(
-            "loss of the first and the last steps: {:.3f}, {:.3f}".format(*fit.taught.loss)
+            "loss of the first and the last steps: {:.3f}, {:.3f}".format(*fit.result.loss)
         )
     print_lines(console, lines)
     columns = ("prompts", "tokens a step", *(f"depth {d + 1}" for d in range(depth)))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from specc.errors import ConfigError, OutputError, VocabMismatchError
 from specc.fit.chains import Chains, Followed
-from specc.fit.course import Checkpoint, Course, Taught, teach
 from specc.fit.documents import (
     Document,
     Encoder,
@@ -25,11 +24,12 @@ from specc.fit.documents import (
 )
 from specc.fit.drafters.fitter import DraftShape, Fitter, LayerShape
 from specc.fit.drafters.registry import fitter_of
-from specc.fit.lessons import FEW_TOKENS, PROMPT, Budget, Lessons, padded
 from specc.fit.optimizer import Schedule
 from specc.fit.options import FitOptions
 from specc.fit.target import Sizes, Target
 from specc.fit.texts import TextStore
+from specc.fit.trainer import Checkpoint, TrainerConfig, TrainingResult, train
+from specc.fit.training_data import FEW_TOKENS, PROMPT, Budget, TrainingData, padded
 from specc.passes.frontend.hf_tokenizer import HfTokenizer
 from specc.progress import PhaseTimer
 
@@ -55,7 +55,7 @@ class Fit:
         compile: command that makes an engine with it.
         parameters: of the draft, without what it shares with the target.
         tokens: learned from, by kind of texts.
-        taught: see there.
+        result: see there.
         followed: acceptance of greedy chains by kind of prompts.
         seconds: by phase.
         warnings: what the user should know.
@@ -65,7 +65,7 @@ class Fit:
     compile: str
     parameters: int
     tokens: dict[str, int]
-    taught: Taught
+    result: TrainingResult
     followed: dict[str, Followed]
     seconds: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Fit:
             "compile": self.compile,
             "parameters": self.parameters,
             "tokens": self.tokens,
-            "training": asdict(self.taught),
+            "training": asdict(self.result),
             "greedy_chains": {name: x.to_json() for name, x in self.followed.items()},
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
         }
@@ -109,10 +109,10 @@ def fit_draft(target: str, options: FitOptions, timer: PhaseTimer | None = None)
     work = _make_output(options)
     store = TextStore(work / "texts")
     length = min(options.length, model.max_position or options.length)
-    lessons = Lessons(model, boundaries, encoder, store, length, options.seed)
+    training_data = TrainingData(model, boundaries, encoder, store, length, options.seed)
     complete = work / _COMPLETE
     if not complete.is_file():
-        _fill(lessons, documents, options, timer)
+        _fill(training_data, documents, options, timer)
         complete.write_text(str(sum(timer.seconds.get(x, 0.0) for x in (_WRITE, _READ))))
     if not store.kinds():
         raise ConfigError(
@@ -124,7 +124,7 @@ def fit_draft(target: str, options: FitOptions, timer: PhaseTimer | None = None)
     torch.manual_seed(options.seed)
     draft = fitter.build(sizes, shape)
     spent = float(complete.read_text())
-    taught = _train(draft, fitter, store, options, model, timer, spent)
+    result = _train(draft, fitter, store, options, model, timer, spent)
     fitter.end(draft)
     fitter.save(draft, sizes, boundaries, options.output)
     with timer.phase("follow held-out texts"):
@@ -141,7 +141,7 @@ def fit_draft(target: str, options: FitOptions, timer: PhaseTimer | None = None)
         f" --num-speculative-tokens {options.num_speculative_tokens} -o engine/",
         sum(p.numel() for p in draft.parameters()),
         {kind: store.num_tokens(kind) for kind in store.kinds()},
-        taught,
+        result,
         followed,
         dict(timer.seconds),
         model.warnings,
@@ -247,7 +247,10 @@ def _boundaries(options: FitOptions, sizes: Sizes) -> tuple[int, ...]:
 
 
 def _fill(
-    lessons: Lessons, documents: Sequence[Document], options: FitOptions, timer: PhaseTimer
+    training_data: TrainingData,
+    documents: Sequence[Document],
+    options: FitOptions,
+    timer: PhaseTimer,
 ) -> None:
     """Fill the store, or what is missing of it."""
     seconds, most = options.minutes * 60, round(options.disk_gb * 1e9)
@@ -258,10 +261,10 @@ def _fill(
     if tokens != 0:
         limit = float("inf") if tokens is not None else _WRITING * seconds
         with timer.phase(_WRITE) as advance:
-            lessons.write(documents, Budget(limit, tokens, most // 2), advance)
+            training_data.write(documents, Budget(limit, tokens, most // 2), advance)
     limit = float("inf") if options.steps is not None else _READING * seconds
     with timer.phase(_READ) as advance:
-        lessons.read(documents, Budget(limit, None, most), advance)
+        training_data.read(documents, Budget(limit, None, most), advance)
 
 
 def _shape(
@@ -306,7 +309,7 @@ def _train(
     model: Target,
     timer: PhaseTimer,
     spent: float,
-) -> Taught:
+) -> TrainingResult:
     """Train a draft, or go on with that.
 
     Args:
@@ -317,11 +320,13 @@ def _train(
         # of a run of so many steps, time does not count
         minutes = options.minutes - spent / 60 if options.steps is None else 1e6
         schedule = Schedule(options.steps or 10**9, max(minutes, 0.05), decay=0.7)
-        course = Course(schedule, _RATES, fitter.batch_tokens, options.seed + 3, model.device)
+        config = TrainerConfig(
+            schedule, _RATES, fitter.batch_tokens, options.seed + 3, model.device
+        )
         names = ("kind", "num_speculative_tokens", "width", "inner", "taps", "length", "seed")
         settings = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
         checkpoint = Checkpoint(options.output / WORK / "training.pt", settings)
-        return teach(draft, lambda *x: fitter.losses(draft, *x), store, course, checkpoint, advance)
+        return train(draft, lambda *x: fitter.losses(draft, *x), store, config, checkpoint, advance)
 
 
 def _held_out_prompts(

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from specc.fit.chains import Chains
-from specc.fit.course import Course, teach
 from specc.fit.drafters.block import BlockFitter, Goal, draw_anchors, hits, losses
 from specc.fit.drafters.block_drafter import BlockDrafter, build_drafter, save_drafter
 from specc.fit.drafters.fitter import LayerShape
 from specc.fit.optimizer import Schedule
 from specc.fit.target import Target
 from specc.fit.texts import TextStore
+from specc.fit.trainer import TrainerConfig, train
 from specc.passes.drafters.head_spec import EMBEDDING, HEAD, TargetFacts
 from specc.passes.drafters.recognise import recognise
 from tests.block_heads import MASK, BlockCase
@@ -139,10 +139,10 @@ def test_a_trained_drafter_drafts_in_an_engine_as_its_walk_says(
     texts, goal = read(target, tokens, 4, is_greedy=True), Goal(8, 1.0, 1.0, 1.0)
     store, fitter = TextStore(tmp_path / "texts"), BlockFitter(SIZE)
     store.add("greedy", texts)
-    course = Course(Schedule(60, 1e6, warmup=1), (0.02, 4e-3), 200, 0, target.device)
+    config = TrainerConfig(Schedule(60, 1e6, warmup=1), (0.02, 4e-3), 200, 0, target.device)
     anchors = draw_anchors(texts, SIZE, 8, torch.Generator().manual_seed(1))
     before = losses(drafter, texts, anchors, goal)[0].item()
-    assert teach(drafter, lambda *x: fitter.losses(drafter, *x), store, course).steps == 60
+    assert train(drafter, lambda *x: fitter.losses(drafter, *x), store, config).steps == 60
     assert losses(drafter, texts, anchors, goal)[0].item() < 0.7 * before
 
     fitter.end(drafter)

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from specc.fit.chains import Chains
-from specc.fit.course import Course, teach
 from specc.fit.drafters.eagle3 import EagleFitter, Goal, hits, losses, some_taps
 from specc.fit.drafters.eagle_head import EagleHead, build_head, save_head
 from specc.fit.drafters.fitter import LayerShape
 from specc.fit.optimizer import Schedule
 from specc.fit.target import Target
 from specc.fit.texts import Texts, TextStore
+from specc.fit.trainer import TrainerConfig, train
 from specc.passes.drafters.head_spec import EMBEDDING, TargetFacts
 from specc.passes.drafters.recognise import recognise
 from tests.fitting import BOUNDARIES, check_walk, read, tiny_target, written
@@ -217,13 +217,13 @@ def test_a_trained_head_drafts_in_an_engine_as_its_walk_says(
     fitter.begin(head, store)
     assert some_taps(store).shape == (8 * 24, 3 * WIDTH)
     schedule = Schedule(40, 1e6, warmup=1)
-    course = Course(schedule, (0.02, 4e-3), 200, 0, target.device)
+    config = TrainerConfig(schedule, (0.02, 4e-3), 200, 0, target.device)
     before = losses(head, texts, goal)[0].item()
-    taught = teach(head, lambda *x: fitter.losses(head, *x), store, course)
-    assert taught.steps == 40
+    result = train(head, lambda *x: fitter.losses(head, *x), store, config)
+    assert result.steps == 40
     assert losses(head, texts, goal)[0].item() < 0.7 * before
-    assert taught.loss is not None
-    assert taught.loss[1] < taught.loss[0]
+    assert result.loss is not None
+    assert result.loss[1] < result.loss[0]
 
     fitter.end(head)
     fitter.save(head, target.sizes, BOUNDARIES, tmp_path / "head")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from specc.compiler.build import build
 from specc.config import CompileConfig
-from specc.fit import course, lessons, run
+from specc.fit import run, trainer, training_data
 from specc.fit.drafters.eagle3 import EagleFitter
 from specc.fit.options import FitOptions
 from specc.fit.run import fit_draft
@@ -45,7 +45,7 @@ def few(monkeypatch: pytest.MonkeyPatch, loaded: dict[str, Target]) -> None:
         return loaded[label]
 
     monkeypatch.setattr(Target, "load", load_once)
-    monkeypatch.setattr(lessons, "CONTINUATION", 40)
+    monkeypatch.setattr(training_data, "CONTINUATION", 40)
     monkeypatch.setattr(EagleFitter, "batch_tokens", 512)
     monkeypatch.setattr(run, "_WALKS", 6)
     monkeypatch.setattr(run, "_WALK_TOKENS", TOKENS)
@@ -128,7 +128,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_weights(
         )  # fmt: skip
 
     whole = fit_draft(str(target), options("whole"))
-    monkeypatch.setattr(course.Checkpoint, "every_s", 0.0)
+    monkeypatch.setattr(trainer.Checkpoint, "every_s", 0.0)
     original, calls = EagleFitter.losses, [0]
 
     def losses(self: EagleFitter, *given: Any) -> Any:
@@ -149,7 +149,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_weights(
                     tmp_path / "parts", *SIZES, "--resume")  # fmt: skip
     assert_refused(result, "--num-speculative-tokens 3, and 2")
     again = fit_draft(str(target), options("parts", resume=True))
-    assert again.taught.steps == whole.taught.steps == 12
+    assert again.result.steps == whole.result.steps == 12
     first, second = (load_file(tmp_path / x / "model.safetensors") for x in ("whole", "parts"))
     assert first.keys() == second.keys()
     assert all(first[name].equal(second[name]) for name in first)

@@ -46,7 +46,7 @@ class Budget:
     num_bytes: int
 
 
-class Lessons:
+class TrainingData:
     """Fills a store.
 
     Args:

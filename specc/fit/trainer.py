@@ -26,8 +26,8 @@ _SHARES = {"greedy": 2.0, "sampled": 1.0, "given": 0.7}
 
 
 @dataclass(frozen=True)
-class Course:
-    """How a draft is taught.
+class TrainerConfig:
+    """How a draft is trained.
 
     Args:
         schedule: of the learning rates; it also ends the training.
@@ -45,7 +45,7 @@ class Course:
 
 
 @dataclass
-class Taught:
+class TrainingResult:
     """What came of it.
 
     Args:
@@ -101,29 +101,29 @@ class Checkpoint:
         return state
 
 
-def teach(
+def train(
     draft: nn.Module,
     losses: Losses,
     store: TextStore,
-    course: Course,
+    config: TrainerConfig,
     checkpoint: Checkpoint | None = None,
     advance: Advance = ignore,
-) -> Taught:
+) -> TrainingResult:
     """Teach a draft, in place.
 
     Args:
         draft: in float32.
         losses: of some rows.
         store: texts by kind.
-        course: see there.
+        config: see there.
         checkpoint: is read first, and written now and then and at the end.
         advance: told how far it is, in seconds or in steps.
     Raises:
         ConfigError: see `Checkpoint`.
     """
-    optimizer = Optimizer(draft, *course.rates)
-    generator = torch.Generator().manual_seed(course.seed)
-    kinds, schedule, taught = store.kinds(), course.schedule, Taught()
+    optimizer = Optimizer(draft, *config.rates)
+    generator = torch.Generator().manual_seed(config.seed)
+    kinds, schedule, result = store.kinds(), config.schedule, TrainingResult()
     lengths = {kind: store.mean_length(kind) for kind in kinds}
     odds = torch.tensor([_SHARES.get(kind, 1.0) * store.num_tokens(kind) for kind in kinds])
     first: list[float] = []
@@ -132,44 +132,44 @@ def teach(
         optimizer.load_state_dict(state["optimizer"])
         generator.set_state(state["generator"])
         schedule.begin_before(state["seconds"])
-        taught.steps, first = state["steps"], state["first"]
+        result.steps, first = state["steps"], state["first"]
     # of the kind that is drawn most, so that figures can be compared
     told_kind = kinds[int(odds.argmax())]
     recent: list[float] = []
 
     def keep() -> None:
-        taught.seconds = schedule.elapsed()
+        result.seconds = schedule.elapsed()
         if checkpoint is not None:
             own: dict[str, Any] = {"draft": draft.state_dict(), "optimizer": optimizer.state_dict()}
-            own |= {"generator": generator.get_state(), "seconds": taught.seconds}
-            checkpoint.save(own | {"steps": taught.steps, "first": first})
+            own |= {"generator": generator.get_state(), "seconds": result.seconds}
+            checkpoint.save(own | {"steps": result.steps, "first": first})
 
     kept = time.monotonic()
-    while schedule.progress(taught.steps) < 1.0:
+    while schedule.progress(result.steps) < 1.0:
         kind = kinds[int(torch.multinomial(odds, 1, generator=generator))]
-        count = max(1, round(course.batch_tokens / lengths[kind]))
-        rows = store.draw(kind, count, generator).to(course.device)
+        count = max(1, round(config.batch_tokens / lengths[kind]))
+        rows = store.draw(kind, count, generator).to(config.device)
         loss, parts, agreements = losses(rows, generator)
         loss.backward()
-        optimizer.step(max(0.0, schedule.scale(taught.steps)))
-        taught.steps += 1
+        optimizer.step(max(0.0, schedule.scale(result.steps)))
+        result.steps += 1
         if kind == told_kind:
             value = float(parts.mean())
             recent = [*recent, value][-_REPORT_EVERY:]
             first += [value] if len(first) < _REPORT_EVERY else []
-            taught.parts = tuple(round(x, 4) for x in parts.tolist())
-            taught.agreements = tuple(round(x, 4) for x in agreements.tolist())
+            result.parts = tuple(round(x, 4) for x in parts.tolist())
+            result.agreements = tuple(round(x, 4) for x in agreements.tolist())
         mean = sum(recent) / max(1, len(recent))
-        what = f"step {taught.steps}, loss {mean:.3f}"
-        _tell(schedule, taught.steps, advance, what)
+        what = f"step {result.steps}, loss {mean:.3f}"
+        _tell(schedule, result.steps, advance, what)
         if time.monotonic() > kept + Checkpoint.every_s:
             keep()
             kept = time.monotonic()
     if first and recent:
         begin = sum(first) / len(first)
-        taught.loss = round(begin, 4), round(sum(recent) / len(recent), 4)
+        result.loss = round(begin, 4), round(sum(recent) / len(recent), 4)
     keep()
-    return taught
+    return result
 
 
 def _tell(schedule: Schedule, step: int, advance: Advance, what: str) -> None:
