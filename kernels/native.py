@@ -116,6 +116,33 @@ def sum_floats(data: Tensor) -> float:
     return function(data.data_ptr(), data.numel(), torch.get_num_threads())
 
 
+def int4_scales(values: Tensor, has_zeros: bool) -> tuple[Tensor, Tensor]:
+    """Scales and zero points [M] of groups [M, up to 128 columns] float32, as `search_scales` of
+    specc/artifact/rounding.py finds them, bit for bit, with all threads of torch.
+    """
+    assert values.dtype == torch.float32
+    values = values.contiguous()
+    groups, width = values.shape
+    scales, zeros = torch.empty(groups), torch.empty(groups)
+    function = c_functions().specc_int4_scales
+    function.argtypes = (
+        ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int,
+        ctypes.c_void_p, ctypes.c_void_p,
+    )  # fmt: skip
+    native_calls.check(
+        function(
+            values.data_ptr(),
+            groups,
+            width,
+            has_zeros,
+            torch.get_num_threads(),
+            scales.data_ptr(),
+            zeros.data_ptr(),
+        )
+    )
+    return scales, zeros
+
+
 def watch_memory(data: Tensor) -> None:
     """Let a process that a cut weight file kills say why.
 

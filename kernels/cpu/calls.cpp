@@ -206,6 +206,16 @@ float specc_sum_floats(const float* data, int64_t count, int threads) {
   return specc::sum_floats(data, count, threads);
 }
 
+int specc_int4_scales(
+    const float* values, int64_t groups, int64_t width, int has_zeros, int threads, float* scales,
+    float* zeros) {
+  return specc::call_guarded([&] {
+    if (width < 1 || width > 128)
+      specc::fail("groups of 1 to 128 values, not " + std::to_string(width));
+    specc::int4_scales(values, groups, width, has_zeros != 0, threads, scales, zeros);
+  });
+}
+
 void specc_watch_memory(const void* data, size_t bytes) { specc::watch_memory(data, bytes); }
 
 void specc_forget_memory(const void* data) { specc::forget_memory(data); }

@@ -297,4 +297,11 @@ void check_bounds(const RecordTokens& a);  // as above
 // Sum of a buffer, with all threads: what reading memory costs at best.
 float sum_floats(const float* data, int64_t count, int num_threads);
 
+// Scales and zero points of 4 bits: search_scales of specc/artifact/rounding.py.
+void int4_scales(
+    const float* values,  // [groups, width]
+    int64_t groups, int64_t width /* up to 128 */, bool has_zeros, int num_threads,
+    float* scales,  // [groups]
+    float* zeros);  // [groups]
+
 }  // namespace specc

@@ -116,6 +116,14 @@ SPECC_EXPORT int specc_set_kernel_threads(int count);
 /* Sum of `count` numbers with so many threads: the yardstick of what is bound by reading memory. */
 SPECC_EXPORT float specc_sum_floats(const float* data, int64_t count, int threads);
 
+/* ---- Rounding ----------------------------------------------------------------------------- */
+
+/* Scales and zero points [groups] of 4-bit levels that leave the least squared error of values
+   [groups, width], width up to 128; zero points are 8 where has_zeros is 0. */
+SPECC_EXPORT int specc_int4_scales(
+    const float* values, int64_t groups, int64_t width, int has_zeros, int threads, float* scales,
+    float* zeros);
+
 /* Until it is forgotten, a fault in this memory says that the file it maps was cut. */
 SPECC_EXPORT void specc_watch_memory(const void* data, size_t bytes);
 SPECC_EXPORT void specc_forget_memory(const void* data);

@@ -4,6 +4,7 @@
 #include "draft_children.cpp"
 #include "embedding_q.cpp"
 #include "filters.cpp"
+#include "int4_scales.cpp"
 #include "kv_rows.cpp"
 #include "node_winners.cpp"
 #include "noise.cpp"

@@ -58,6 +58,7 @@ from specc.compiler.tokenizer import TokenizerFiles
 from specc.config import CompileConfig
 from specc.passes.frontend.model_source import ModelSource
 from specc.passes.pipeline import PassRecord
+from specc.passes.quantize.scale_search import use_native_search
 from specc.passes.segments.cut_segments import cut_segments
 from specc.passes.segments.places import layer_places
 from specc.progress import PhaseTimer, ProgressEvent
@@ -130,6 +131,7 @@ def build(
         config, plans, backend.facts, backend.options, num_drafts, keeps_hidden
     )
     refuse(request)
+    use_native_search()
     config = backend.adapt(config)
     with (
         rare_collections(),

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
-from specc.artifact.rounding import quantize, round_weight
+from specc.artifact.rounding import quantize, round_weight, search_scales
+from specc.kernels import native
 
 GROUPS = (32, 64, 128)
 EIGHT = [
@@ -68,6 +69,36 @@ def test_no_group_is_worse_than_by_its_ends(layout) -> None:
     assert (found[4] == 0).all()
     # a group of one value has it
     assert torch.allclose(found[5], weight[5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("layout", FOUR, ids=lambda item: item.name)
+def test_the_library_finds_the_same_bits(layout, threads) -> None:
+    values = weights(400, layout.group)
+    # the largest |w| twice, with both signs; few levels, as of a rounded weight; tiny and huge
+    values[7, 0] = 2 * values[7].abs().max()
+    values[7, 9] = -values[7, 0]
+    values[8:40] = torch.randint(-3, 4, (32, layout.group)).float()
+    values[40:50] *= 1e-38
+    values[50:60] *= 1e30
+    values[60:200] = values[60:200].bfloat16().float()
+    values[200, 1:] = 0
+    native.load()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        scales, zeros = native.int4_scales(values, layout.has_zeros)
+    finally:
+        torch.set_num_threads(before)
+    expected_scales, expected_zeros = search_scales(values, layout)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(zeros, expected_zeros)
+
+
+def test_the_library_refuses_groups_that_it_has_no_room_for() -> None:
+    native.load()
+    with pytest.raises(RuntimeError, match="groups of 1 to 128 values, not 129"):
+        native.int4_scales(torch.zeros(2, 129), has_zeros=False)
 
 
 @pytest.mark.parametrize("layout", FOUR[:2], ids=lambda item: item.name)
