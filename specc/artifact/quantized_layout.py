@@ -212,16 +212,17 @@ def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: Quantized
     zeros = None if zeros is None else _more_rows(zeros, more)
     out = torch.empty(blocks, block_bytes, dtype=torch.uint8)
     width, place = layout.header_columns or columns, 0
-    per_header = layout.num_groups(width)
+    per_header, units = layout.num_groups(width), _units(levels, layout)
     for header, first in enumerate(range(0, columns, width)):
         own = slice(header * per_header, (header + 1) * per_header)
         parts = [_scale_bytes(scales[:, own], layout)]
         if layout.has_zeros:
             assert zeros is not None
             parts.append(_bytes_of(zeros[:, own], torch.int16))
-        parts.append(_units(levels[:, first : first + width], layout))
+        last = -(-min(first + width, columns) // layout.unit)
+        parts.append(units[:, first // layout.unit : last])
         for part in parts:
-            part = part.reshape(blocks, -1)
+            part = part.reshape(blocks, -1).view(torch.uint8)
             out[:, place : place + part.shape[1]] = part
             place += part.shape[1]
     return out
@@ -329,9 +330,12 @@ def _scales_of(part: Tensor, layout: QuantizedLayout) -> Tensor:
 
 
 def _units(levels: Tensor, layout: QuantizedLayout) -> Tensor:
-    """Levels [blocks · 32, columns] of a header in the order of their units."""
-    padded = torch.nn.functional.pad(levels, (0, -levels.shape[1] % layout.unit))
-    units = padded.view(-1, BLOCK, padded.shape[1] // layout.unit, layout.unit).transpose(1, 2)
+    """Levels [blocks · 32, columns] as units [blocks, units, 32], each a number of its bytes."""
+    padded = torch.nn.functional.pad(levels, (0, -levels.shape[1] % layout.unit)).contiguous()
     if layout.bits == 4:
-        units = units[..., :4] | units[..., 4:] << 4
-    return units.contiguous()
+        # of 8 columns, which are two numbers of 4 bytes
+        pairs = padded.view(torch.int32).view(len(padded), -1, 2)
+        units = pairs[..., 0] | pairs[..., 1] << 4
+    else:
+        units = padded.view(torch.int32 if layout.unit == 4 else torch.int16)
+    return units.view(-1, BLOCK, units.shape[1]).transpose(1, 2).contiguous()
