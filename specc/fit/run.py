@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -124,6 +125,7 @@ def fit_draft(target: str, options: FitOptions, timer: PhaseTimer | None = None)
     torch.manual_seed(options.seed)
     draft = fitter.build(sizes, shape)
     spent = float(complete.read_text())
+    _check_time_left(options, spent)
     result = _train(draft, fitter, store, options, model, timer, spent)
     fitter.end(draft)
     fitter.save(draft, sizes, boundaries, options.output)
@@ -299,6 +301,24 @@ def kept_ids(store: TextStore, count: int, vocab_size: int) -> Tensor:
             ids, odds = part.ids[is_text].long(), part.odds[is_text].float()
             mass.index_add_(0, ids.flatten(), odds.flatten())
     return mass.topk(count).indices.sort().values
+
+
+def _check_time_left(options: FitOptions, spent: float) -> None:
+    """Training of a few seconds makes no draft; the texts are kept for a run that goes on.
+
+    Args:
+        spent: seconds of the minutes that texts have taken.
+    Raises:
+        ConfigError: less than a tenth of the minutes is left.
+    """
+    left = options.minutes * 60 - spent
+    if options.steps is None and left < 6 * options.minutes:
+        raise ConfigError(
+            f"writing and reading texts took {spent / 60:.1f} minutes of --minutes"
+            f" {options.minutes:g}",
+            "a tenth of the minutes or more to train in",
+            f"pass --resume --minutes {math.ceil(2 * spent / 60 + 1)}: the texts are kept",
+        )
 
 
 def _train(

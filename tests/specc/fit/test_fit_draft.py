@@ -157,6 +157,21 @@ def test_a_run_that_was_ended_goes_on_to_the_same_weights(
     assert first["t2d"].sum() == 50
 
 
+def test_texts_that_take_all_minutes_are_kept_for_a_longer_run(
+    target: Path, texts: Path, tmp_path: Path
+) -> None:
+    command = ("fit-draft", target, "--kind", "eagle3", "--texts", texts, "-o", tmp_path / "draft")
+    result = invoke(*command, *SIZES, "--minutes", "0.001", "--generate", "200")
+    assert_refused(result, "--minutes 0.001", "--resume --minutes 2")
+    written = tmp_path / "draft" / "fitting" / "complete"
+    before = written.stat().st_mtime_ns
+    result = invoke(*command, *SIZES, "--resume", "--steps", "2")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "draft" / "model.safetensors").is_file()
+    assert not written.exists()
+    assert before
+
+
 def test_chats_prompts_and_a_file_of_prompts(target: Path, texts: Path, tmp_path: Path) -> None:
     """Prompts alone are continued; of a document that holds a prompt of the file, nothing is."""
     known = (texts / "3.txt").read_text(encoding="utf-8")[40:90]
