@@ -86,7 +86,8 @@ def test_blocks_hold_it_and_rows_depend_on_nothing_else(name) -> None:
 @pytest.mark.parametrize("name", ["q4_k", "q5_k"])
 def test_groups_far_from_zero_keep_their_best_scale(name) -> None:
     """The best line through them has a minimum that these formats lack: it is 0, and the scale
-    is the best without one."""
+    is the best without one.
+    """
     torch.manual_seed(2)
     weight = 1 + 0.08 * torch.rand(8, 256)
     groups, most = weight.view(-1, 32).double(), (1 << FORMATS[name].bits) - 1
