@@ -43,6 +43,7 @@ from specc.server.openapi import describe, of_health, of_model, of_text, request
 from specc.server.origins import with_origins
 from specc.server.plain_requests import PlainRequests
 from specc.server.protocol import ChatRequest, CompletionRequest
+from specc.server.responses.routes import Responses, add_routes
 from specc.version import __version__
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -100,6 +101,9 @@ def create_app(
         """Answer a conversation."""
         return await _guarded(endpoints.chat(request))
 
+    responses = Responses(endpoints, config, template)
+    app.state.responses = responses.store
+    add_routes(app, responses, _guarded)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(SpeccError, _on_specc_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
