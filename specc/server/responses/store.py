@@ -16,7 +16,8 @@ _OVERHEAD_BYTES = 1024
 def caller_of(request: Request) -> bytes:
     """Who asks: a digest of the key that the request shows, whether the server needs one or not."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    shown = key.strip() if scheme.lower() == "bearer" else ""
+    is_bearer = scheme.lower() == "bearer"
+    shown = key.strip() if is_bearer else request.headers.get("x-api-key", "").strip()
     return hashlib.sha256(shown.encode("utf-8", "replace")).digest()
 
 
