@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from specc.server.errors import ApiError, bad_request
 from specc.server.fields import UnknownFields, error_of, without_nulls
+from specc.server.grammar import check_grammar_size
 from specc.server.protocol import ChatRequest, parse
 from specc.server.responses.items import Item
 from specc.server.responses.package import check, request_type
@@ -100,7 +101,9 @@ class Wanted:
             "user": given.get("user"),
         }  # fmt: skip
 
-    def chat(self, messages: Sequence[Item], unknown: UnknownFields) -> ChatRequest:
+    def chat(
+        self, messages: Sequence[Item], unknown: UnknownFields, max_grammar_chars: int
+    ) -> ChatRequest:
         """Raises ApiError: a field that chats refuse."""
         given = self.fields
         reasoning = given.get("reasoning")
@@ -121,6 +124,7 @@ class Wanted:
             "logprobs": self.logprobs is not None or None,
             "top_logprobs": self.logprobs,
         }
+        check_grammar_size(body, max_grammar_chars)
         return parse(ChatRequest, body, unknown)
 
 

@@ -159,7 +159,8 @@ class Responses:
         def read(begin: int) -> Chat:
             kept = _without_orphans(items[begin:])
             messages = to_messages(wanted.fields.get("instructions"), kept, self._knows_developers)
-            chat = wanted.chat(messages, self._endpoints.unknown)
+            most = self._config.max_grammar_chars
+            chat = wanted.chat(messages, self._endpoints.unknown, most)
             found = self._endpoints.read_chat(chat)
             requests = self._endpoints.service.core.requests
             requests.check_length(len(found.token_ids), 0)

@@ -50,7 +50,7 @@ def answer_of(
     """What a request is answered with; its id and those of calls are the same each time."""
     unknown = UnknownFields()
     wanted = read_request({"input": "hi", "tools": TOOLS} | body, unknown)
-    chat: ChatRequest = wanted.chat([{"role": "user", "content": "hi"}], unknown)
+    chat: ChatRequest = wanted.chat([{"role": "user", "content": "hi"}], unknown, 1000)
     use = read_tools(chat, config, reads_tools=True)
     reader = _Numbered(config, chat, "A", use)
     tokenizer = byte_tokenizer()

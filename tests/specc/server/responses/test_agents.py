@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel
 
 from specc.runtime.requests.chat_template import ChatTemplate
 from tests.specc.server.responses.rig import check_events, events_of
@@ -172,6 +173,33 @@ def test_the_clients_own_stream_and_whole_answers_agree(rig: Rig) -> None:
     assert whole.usage is not None
     assert same.usage is not None
     assert whole.usage.output_tokens == same.usage.output_tokens
+
+
+class Pick(BaseModel):
+    one: Literal["a", "b"]
+
+
+def test_forms_and_calls_that_are_asked_for(rig: Rig) -> None:
+    """The model says what it likes; it has no room for thinking."""
+    pytest.importorskip("llguidance")
+    client, body = rig.server.client, {"model": MODEL, "temperature": 0, "input": "Files?"}
+    rig.say('{"one": "b"}', [USER], tools=None, reasoning_effort=None)
+    more: Any = {"include": ["message.output_text.logprobs"]}
+    parsed = client.responses.parse(text_format=Pick, **body, **more)
+    assert parsed.output_parsed == Pick(one="b")
+    part: Any = parsed.output[0].content[0]  # type: ignore[union-attr]
+    assert "".join(entry.token for entry in part.logprobs) == part.text
+    tool = SHELL | {"parameters": Pick.model_json_schema()}
+    rig.say('{"one": "b"}', [USER], reasoning_effort=None)
+    for choice in ({"type": "function", "name": "shell"}, "required"):
+        if choice == "required":
+            rig.say(
+                '[{"name": "shell", "parameters": {"one": "b"}}]', [USER], reasoning_effort=None
+            )
+        with client.responses.stream(**body, tools=[tool], tool_choice=choice) as stream:
+            (call,) = stream.get_final_response().output
+        assert (call.type, call.name, call.status) == ("function_call", "shell", "completed")
+        assert json.loads(call.arguments) == {"one": "b"}
 
 
 def test_items_are_listed_and_named(rig: Rig) -> None:

@@ -79,7 +79,7 @@ FUNCTION = {"type": "function", "name": "f"}
         ({"max_output_tokens": 0}, "max_output_tokens", "1 or more"),
         ({"max_output_tokens": "5"}, "max_output_tokens", "integer"),
         ({"truncation": "middle"}, "truncation", "auto"),
-        ({"include": ["everything"]}, "include.0", "everything"),
+        ({"include": ["everything"]}, "include.0", "include.0"),
         ({"top_logprobs": 2}, "top_logprobs", "include"),
         ({"metadata": {"a": 5}}, "metadata.a", "string"),
         ({"metadata": {"a": "b" * 513}}, "metadata", "512"),
@@ -117,25 +117,6 @@ def test_answers_are_those_of_chats(server: Any) -> None:
         assert response["temperature"] == more.get("temperature", 0)
 
 
-def test_a_form_is_followed(server: Any) -> None:
-    pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
-              "additionalProperties": False}  # fmt: skip
-    form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
-    body = BODY | {"text": {"format": form}, "max_output_tokens": 60}
-    response = server.post(PATH, body).json()
-    assert json.loads(response["output"][0]["content"][0]["text"])["a"] in (1, 2)
-    assert response["text"]["format"] == form
-    call = server.post(
-        PATH,
-        BODY | {"max_output_tokens": 60, "tools": [FUNCTION | {"parameters": schema}],
-                "tool_choice": {"type": "function", "name": "f"}},
-    ).json()  # fmt: skip
-    (item,) = call["output"]
-    assert (item["type"], item["name"], item["status"]) == ("function_call", "f", "completed")
-    assert json.loads(item["arguments"])["a"] in (1, 2)
-
-
 def test_log_probabilities(server: Any) -> None:
     body = BODY | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     response = server.client.responses.create(model=MODEL, **body)
@@ -146,7 +127,7 @@ def test_log_probabilities(server: Any) -> None:
     final = check_events(events)
     assert final["output"][0]["content"][0]["text"] == part.text
     with serve(reasoning_parser="qwen3") as thinking:
-        assert_error(thinking.post(PATH, body), 400, "log probabilities", param="include")
+        assert_error(thinking.post(PATH, body), 400, "Log probabilities", param="include")
 
 
 def test_a_server_without_the_package(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +242,7 @@ def test_hostile_bodies_are_refused_soon(server: Any, nothing_is_left: None) -> 
     for body in (
         {"input": [{"role": "user", "content": "a"}] * 100_000},
         {"input": [{}] * 100_000},
-        {"input": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 16_000}]},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 17_000}]},
         {"input": deep},
         {"input": "a", "metadata": {str(i): "b" for i in range(30_000)}},
         {"input": [{"role": "user", "content": [deep]}]},
@@ -271,6 +252,7 @@ def test_hostile_bodies_are_refused_soon(server: Any, nothing_is_left: None) -> 
     ):  # fmt: skip
         begin_s = time.monotonic()
         answer = server.post(PATH, body)
+        assert answer.status_code == 400
         assert_error(answer, 400)
         assert time.monotonic() - begin_s < 10
     assert server.post(PATH, BODY).status_code == 200
