@@ -109,10 +109,10 @@ def create_app(
         """Answer a conversation."""
         return await _guarded(endpoints.chat(request))
 
+    _add_message_routes(app, MessageEndpoints(endpoints, config))
     responses = Responses(endpoints, config, template)
     app.state.responses = responses.store
     add_routes(app, responses, _guarded)
-    _add_message_routes(app, MessageEndpoints(endpoints, config))
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(SpeccError, _on_specc_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
