@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 COMPLETIONS, CHATS, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+RESPONSES = "/v1/responses"
 # seconds that an attacker waits for its answer, and between two attacks of one kind
 PATIENCE_S, PAUSE_S = 20.0, 0.2
 # a template that serves ordinary messages, and messages that make it work without end
@@ -201,6 +202,54 @@ class Messages(Attack):
         ]
 
 
+class Responses(Attack):
+    """Items without end, responses that fill what is kept, long chains, and guessed ids."""
+
+    name, num_workers = "responses", 3
+
+    def prepare(self) -> list[bytes]:
+        deep: dict[str, object] = {}
+        for _ in range(60):
+            deep = {"a": deep}
+        text = {"type": "input_text", "text": "a" * 300}
+        call = {"type": "function_call", "name": "f", "call_id": "1", "arguments": "{}"}
+        output = {"type": "function_call_output", "call_id": "1", "output": [text] * 7000}
+        thinking = {"type": "reasoning", "summary": [], "content": []}
+        user = {"role": "user", "content": "a"}
+        inputs: list[object] = [
+            [user] * 16_000,
+            [user] * 100_000,  # more than a server takes
+            [user, *[thinking] * 7000],
+            [user, *[call] * 7000, output],
+            [{"role": "user", "content": [deep] * 200}],
+            [{"type": "item_reference", "id": f"msg_{i:048x}i0"} for i in range(7000)],
+            "a" * 4_000_000,
+        ]
+        tools = [{"type": "function", "name": f"f{i}", "parameters": deep} for i in range(200)]
+        schema = {"type": "json_schema", "name": "a", "schema": chained_schema(5000)}
+        options: list[dict[str, object]] = [
+            {"tools": tools, "tool_choice": "required"},
+            {"text": {"format": schema}},
+            {"truncation": "auto", "input": [user] * 4000},
+            {"previous_response_id": "resp_" + "0" * 48},
+            # short to answer, and long to keep
+            *(
+                {"input": [user, *[thinking] * 1000], "metadata": {"a": "b" * 512}}
+                for _ in range(20)
+            ),
+        ]
+        bodies = [{"max_output_tokens": 4, "input": each} for each in inputs]
+        bodies += [{"max_output_tokens": 4, "input": "a"} | each for each in options]
+        paths = [f"{RESPONSES}/resp_{i:048x}" for i in range(8)]
+        return [
+            *(request(RESPONSES, body) for body in bodies),
+            *(request(path, method="GET") for path in paths),
+            *(request(f"{path}/input_items?limit=100", method="GET") for path in paths),
+            *(request(f"{path}/cancel") for path in paths),
+            *(request(path, method="DELETE") for path in paths),
+        ]
+
+
 class Connections(Attack):
     """More connections than a process may have files: idle ones, slow ones, deaf ones."""
 
@@ -370,6 +419,13 @@ class DeafMessages(Deaf):
     }
 
 
+class DeafResponses(Deaf):
+    """Responses whose events nobody reads."""
+
+    name, path = "deaf responses", RESPONSES
+    body: ClassVar[dict[str, Any]] = {"input": "a", "max_output_tokens": 500}
+
+
 ATTACKS: dict[str, type[Attack]] = {
     kind.name: kind
     for kind in (
@@ -383,6 +439,8 @@ ATTACKS: dict[str, type[Attack]] = {
         Deaf,
         Messages,
         DeafMessages,
+        Responses,
+        DeafResponses,
     )
 }
 
