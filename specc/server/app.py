@@ -51,6 +51,7 @@ from specc.server.openapi import (
 from specc.server.origins import with_origins
 from specc.server.plain_requests import MESSAGES, PlainRequests
 from specc.server.protocol import ChatRequest, CompletionRequest
+from specc.server.responses.routes import Responses, add_routes
 from specc.version import __version__
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -109,6 +110,9 @@ def create_app(
         return await _guarded(endpoints.chat(request))
 
     _add_message_routes(app, MessageEndpoints(endpoints, config))
+    responses = Responses(endpoints, config, template)
+    app.state.responses = responses.store
+    add_routes(app, responses, _guarded)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(SpeccError, _on_specc_error)
     app.add_exception_handler(ClientGone, _on_client_gone)

@@ -75,6 +75,7 @@ class Endpoints:
     Args:
         config: names and limits.
     Attributes:
+        tokens: texts of single ones.
         unknown: what becomes of fields that no request has.
     """
 
@@ -90,7 +91,7 @@ class Endpoints:
         self._metrics = metrics
         self._template = template
         self._engine = service.engine
-        self._tokens = TokenTexts(service.engine.tokenizer)
+        self.tokens = TokenTexts(service.engine.tokenizer)
         self._threads = PromptThreads()
         self.unknown = UnknownFields(config.strict_fields)
         if config.max_unbounded_bytes is not None:
@@ -130,7 +131,7 @@ class Endpoints:
             found = await self.in_thread(request, read)
             wanted, params, form, token_ids, echo = found
             options = self._options(wanted, wanted.logprobs, echo)
-            answer = CompletionResponse(self.model_of(params), self._tokens, options)
+            answer = CompletionResponse(self.model_of(params), self.tokens, options)
             is_alone = is_prompt_alone(wanted)
             return await self._answer(
                 request, wanted, token_ids, params, answer, form, is_prompt_alone=is_alone
@@ -152,7 +153,7 @@ class Endpoints:
             chat = await self.in_thread(request, read, is_chat=True)
             options = self._options(chat.wanted, chat.params.logprobs)
             model = self.model_of(chat.params)
-            answer = ChatResponse(model, self._tokens, options, chat.reader)
+            answer = ChatResponse(model, self.tokens, options, chat.reader)
             return await self.answer_chat(request, chat, answer)
 
     def read_chat(self, wanted: ChatRequest) -> Chat:

@@ -116,6 +116,11 @@ def of_model() -> dict[str, Any]:
     return {"responses": {401: _ERRORS, 404: _ERRORS}}
 
 
+def of_kept() -> dict[str, Any]:
+    """Arguments of a route of what may be gone."""
+    return {"responses": {400: _ERRORS, 401: _ERRORS, 404: _ERRORS}}
+
+
 def of_health() -> dict[str, Any]:
     """Arguments of a route that may say no."""
     schema = {"type": "object", "properties": {"status": {"type": "string"}}}

@@ -127,6 +127,10 @@ def test_the_description_names_every_path(operations) -> None:
         *(("get", path) for path in ("/v1/models", "/v1/models/{model}")),
         *(("post", f"/v1/{path}") for path in ("completions", "chat/completions")),
         *(("post", f"/v1/{path}") for path in ("messages", "messages/count_tokens")),
+        ("post", "/v1/responses"),
+        *((method, "/v1/responses/{response_id}") for method in ("get", "delete")),
+        ("post", "/v1/responses/{response_id}/cancel"),
+        ("get", "/v1/responses/{response_id}/input_items"),
     }
 
 
@@ -222,8 +226,8 @@ def test_anything_in_one_field_in_many(server, path: str) -> None:
     check_survives(server, path, 300)
 
 
-@pytest.mark.default("0", "1", "3", "6", "7", "9")
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.default("0", "1", "3", "6", "7", "9", "11", "15")
+@pytest.mark.parametrize("index", range(16))
 def test_no_server_errors(server, operations, index: int) -> None:
     statuses = fuzz(operations[index], 10 if operations[index].method == "post" else 3)
     server.wait_until_idle()
@@ -231,7 +235,7 @@ def test_no_server_errors(server, operations, index: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(11))
+@pytest.mark.parametrize("index", range(16))
 def test_no_server_errors_in_many(server, operations, index: int) -> None:
     statuses = fuzz(operations[index], 300 if operations[index].method == "post" else 50)
     server.wait_until_idle()
