@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +13,7 @@ import anthropic
 import pytest
 from anthropic.types.shared import ErrorResponse
 
+from tests.attackers import Messages, ask
 from tests.specc.server.messages.test_messages import client
 from tests.specc.server.serving import (
     MODEL,
@@ -164,3 +167,16 @@ def test_a_client_that_goes_ends_its_message(server) -> None:
         next(answer.iter_bytes())
     undo()
     server.wait_until_idle()
+
+
+def test_what_attackers_send_is_answered() -> None:
+    """The attack itself, once: all of it is read and answered, and nothing is left of it."""
+    with serve(request_timeout_s=2, model_names=("engine", MODEL)) as server:
+        port = int(server.base.rpartition(":")[2])
+        statuses = [
+            asyncio.run(ask(port, data, 60))[0] for data in Messages(port, Counter()).payloads
+        ]
+        # prompts that are too long, or blocks and bodies that are refused
+        assert set(statuses) == {400, 200}, statuses
+        assert server.post(PATH, BODY).status_code == 200
+        server.wait_until_idle()
