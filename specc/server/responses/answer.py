@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ class ResponseAnswer(Answer):
         asked: fields of the response that repeat the request.
         logprobs: best tokens to name beside each; None leaves them out.
         tells_cached: usage says how much of the prompt was in the cache.
+        names: see `OutputItems`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ResponseAnswer(Answer):
         place: Place,
         logprobs: int | None = None,
         tells_cached: bool = True,
+        names: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
         self.id = response_id
         self.place = place
@@ -79,6 +81,7 @@ class ResponseAnswer(Answer):
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._tells_cached = tells_cached
+        self._names = names or {}
         self._created = int(time.time())
 
     def name(self, request_id: str | None) -> None:
@@ -99,7 +102,7 @@ class ResponseAnswer(Answer):
         return ResponseWriter(self, self._reader.parser(), cancel)
 
     def items(self, parser: MessageParser) -> OutputItems:
-        return OutputItems(self.id, parser, self._reader.shows_reasoning)
+        return OutputItems(self.id, parser, self._reader.shows_reasoning, self._names)
 
     def logprobs(self, output: Output, news: Output | Update) -> list[Item]:
         """Of new tokens, but for the one that ends an output: it has no text."""

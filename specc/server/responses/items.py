@@ -38,6 +38,11 @@ def place_of(found: str) -> tuple[str, str, int] | None:
     return f"resp_{name[:at]}", name[at], int(number)
 
 
+def plain_name(name: str, namespace: str | None) -> str:
+    """What a model calls a function: chats have no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 def read_items(
     given: Any, response_id: str, find: Callable[[str, str], Item], side: str = "i"
 ) -> list[Item]:
@@ -239,7 +244,8 @@ def _messages(items: Sequence[Item]) -> Iterator[Item]:
         elif is_answer:
             turn["content"] = "".join(map(_text, item["content"]))
         else:
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            name = plain_name(item["name"], item.get("namespace"))
+            function = {"name": name, "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
     if turn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specc.server.parsers.message import CallDelta, MessageParser
@@ -21,16 +21,24 @@ class OutputItems:
     Args:
         parser: of the output.
         shows_reasoning: thinking is told.
+        names: what the model calls a function → namespace and name, where it has one.
     Attributes:
         items: all of them; the last one may be in progress.
     """
 
-    def __init__(self, response_id: str, parser: MessageParser, shows_reasoning: bool) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        parser: MessageParser,
+        shows_reasoning: bool,
+        names: Mapping[str, tuple[str, str]],
+    ) -> None:
         self.items: list[Item] = []
         self._thoughts: list[str] = []
         self._response_id = response_id
         self._parser = parser
         self._shows_reasoning = shows_reasoning
+        self._names = names
         # of the item in progress: its characters, log probabilities that no event has told yet and
         # those that one has, and of a call, which one of the output it is
         self._pieces: list[str] = []
@@ -102,6 +110,8 @@ class OutputItems:
             events += self._close(COMPLETED)
             self._call = call.index
             own = {"arguments": "", "call_id": call.id, "name": call.name}
+            if (place := self._names.get(call.name or "")) is not None:
+                own["namespace"], own["name"] = place
             events += self._open("function_call", own)
         if call.arguments:
             self._pieces.append(call.arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from specc.server.errors import ApiError, bad_request
 from specc.server.fields import UnknownFields, error_of, without_nulls
 from specc.server.grammar import check_grammar_size
 from specc.server.protocol import ChatRequest, parse
-from specc.server.responses.items import Item
+from specc.server.responses.items import Item, plain_name
 from specc.server.responses.package import check, request_type
 
 # what is not built → values that ask for nothing, and what to do instead
@@ -26,8 +26,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # of no effect here
 _IGNORED = frozenset(
-    ("access_programs", "image", "prompt_cache_options", "prompt_cache_retention", "stream_options")
-)
+    (
+        "access_programs", "client_metadata", "image", "prompt_cache_options",
+        "prompt_cache_retention", "stream_options",
+    )
+)  # fmt: skip
 # further fields of vLLM's and specc's, which mean what they mean in chats
 _OF_CHATS = (
     "stop", "seed", "logit_bias", "presence_penalty", "frequency_penalty", "top_k", "min_p",
@@ -56,12 +59,22 @@ class Wanted:
     Args:
         fields: with the types of the package; what is null is absent.
         more: fields that go to the chat as they are.
-        tools: functions, complete.
+        tools: functions, and namespaces of them, complete.
     """
 
     fields: Mapping[str, Any]
     more: Mapping[str, Any]
     tools: Sequence[Item]
+
+    @property
+    def names(self) -> dict[str, tuple[str, str]]:
+        """What a model calls a function → namespace and name, of those in a namespace."""
+        spaces = [tool for tool in self.tools if tool["type"] == "namespace"]
+        return {
+            plain_name(tool["name"], space["name"]): (space["name"], tool["name"])
+            for space in spaces
+            for tool in space["tools"]
+        }
 
     @property
     def truncates(self) -> bool:
@@ -118,7 +131,7 @@ class Wanted:
             "parallel_tool_calls": given.get("parallel_tool_calls"),
             "reasoning_effort": None if reasoning is None else reasoning.effort,
             "response_format": _chat_format(given.get("text", {}).get("format")),
-            "tools": [_chat_tool(tool) for tool in self.tools] or None,
+            "tools": [made for tool in self.tools for made in _chat_tools(tool)] or None,
             # of no effect without tools
             "tool_choice": _choice(given.get("tool_choice"), bool(self.tools)),
             "logprobs": self.logprobs is not None or None,
@@ -197,10 +210,15 @@ def _check_format(wanted: Any) -> None:
         check("json_schema", without_nulls(wanted), place)
 
 
-def _tool(tool: Any, place: str) -> Item:
-    """A function, complete."""
+def _tool(tool: Any, place: str, may_hold: bool = True) -> Item:
+    """A function, or a namespace of some, complete."""
     fields = without_nulls(tool) if isinstance(tool, Mapping) else {}
     kind = fields.get("type")
+    if kind == "namespace" and may_hold and isinstance(fields.get("tools"), list):
+        own = [_tool(one, f"{place}.tools.{i}", False) for i, one in enumerate(fields["tools"])]
+        if not isinstance(fields.get("name"), str):
+            raise bad_request(f"{place} without a name", "a string", "add it", f"{place}.name")
+        return {"description": ""} | fields | {"tools": own}
     if kind != "function":
         raise _unsupported(
             f"{place} of type {kind!r}",
@@ -211,10 +229,15 @@ def _tool(tool: Any, place: str) -> Item:
     return {"parameters": None, "strict": None, "description": None} | fields
 
 
-def _chat_tool(tool: Item) -> Item:
-    names = ("name", "description", "parameters", "strict")
+def _chat_tools(tool: Item, namespace: str | None = None) -> Iterator[Item]:
+    if tool["type"] == "namespace":
+        for own in tool["tools"]:
+            yield from _chat_tools(own, tool["name"])
+        return
+    names = ("description", "parameters", "strict")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+    name = plain_name(tool["name"], namespace)
+    yield {"type": "function", "function": {"name": name} | function}
 
 
 def _choice(choice: Any, has_tools: bool) -> Any:
@@ -226,7 +249,17 @@ def _choice(choice: Any, has_tools: bool) -> Any:
             f"tool_choice of type {kind!r}"[:80], "choose a function, auto, none or required",
             "tool_choice",
         )  # fmt: skip
-    return choice
+    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
+        return choice | {"tools": list(map(_plain, choice["tools"]))}
+    return _plain(choice)
+
+
+def _plain(choice: Any) -> Any:
+    """A function of a namespace by what the model calls it."""
+    space = choice.get("namespace") if isinstance(choice, dict) else None
+    if not isinstance(space, str) or not isinstance(choice.get("name"), str):
+        return choice
+    return {"type": "function", "name": plain_name(choice["name"], space)}
 
 
 def _chat_format(wanted: Any) -> Any:

@@ -214,6 +214,7 @@ class Responses:
             place,
             wanted.logprobs,
             self._config.tells_cached_tokens,
+            wanted.names,
         )
 
     def _history(self, caller: bytes, previous: str | None) -> list[Item]:

@@ -31,7 +31,9 @@ CONFIG = ServeConfig(
     ("m",), reasoning_parser="qwen3", enable_auto_tool_choice=True, tool_call_parser="hermes"
 )
 PLAIN = ServeConfig(("m",))
-TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in "fg"]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "name": name, "parameters": {"type": "object"}} for name in "fg"
+]
 ID = "resp_" + "ab" * 24
 
 
@@ -57,8 +59,9 @@ def answer_of(
     place = Place(store or ResponseStore(8, 1 << 20), {}, b"me", b"[]", None)
     asked = wanted.asked("m", 1.0, 1.0, True)
     return ResponseAnswer(
-        ID, asked, reader, TokenTexts(tokenizer), tokenizer, place, wanted.logprobs
-    )
+        ID, asked, reader, TokenTexts(tokenizer), tokenizer, place, wanted.logprobs, True,
+        wanted.names,
+    )  # fmt: skip
 
 
 def updates_of(

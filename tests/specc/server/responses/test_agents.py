@@ -175,6 +175,27 @@ def test_the_clients_own_stream_and_whole_answers_agree(rig: Rig) -> None:
     assert whole.usage.output_tokens == same.usage.output_tokens
 
 
+def test_a_call_of_a_function_in_a_namespace(rig: Rig) -> None:
+    """As Codex has them for what it adds to a shell."""
+    agent = {"type": "function", "name": "stop", "parameters": {"type": "object"}}
+    space = {"type": "namespace", "name": "agents", "description": "Of others.", "tools": [agent]}
+    call = {"type": "function_call", "namespace": "agents", "name": "stop", "call_id": "c1",
+            "arguments": "{}"}  # fmt: skip
+    output = {"type": "function_call_output", "call_id": "c1", "output": "done"}
+    named = {"id": "c1", "type": "function", "function": {"name": "agents__stop", "arguments": {}}}
+    messages = [USER, {"role": "assistant", "tool_calls": [named]},
+                {"role": "tool", "tool_call_id": "c1", "content": "done"}]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "agents__stop"}}]
+    said = '<tool_call>\n{"name": "agents__stop", "arguments": {}}\n</tool_call>'
+    wanted = rig.say(said, messages, tools=tools, reasoning_effort=None)
+    body = {"input": [{"role": "user", "content": "Files?"}, call, output], "tools": [space]}
+    response = rig.stream(body | {"stream": True, "tool_choice": "auto"})
+    assert rig.prompts[-1] == wanted
+    (item,) = response["output"]
+    assert (item["namespace"], item["name"], item["arguments"]) == ("agents", "stop", "{}")
+    assert item["call_id"] != "c1"
+
+
 class Pick(BaseModel):
     one: Literal["a", "b"]
 

@@ -18,6 +18,7 @@ from specc.server.responses.store import ResponseStore
 from tests.specc.server.responses.rig import (
     ID,
     PLAIN,
+    TOOLS,
     answer_of,
     check_events,
     events_of,
@@ -132,6 +133,18 @@ def test_what_is_cut_says_so() -> None:
     # all of a call, and the end of the tokens with it
     response = whole(CALL, "length")
     assert (response["status"], response["incomplete_details"]) == ("completed", None)
+
+
+def test_functions_of_namespaces_are_told_by_both_names() -> None:
+    """The model knows one name; and a function of the same name without one is another."""
+    space = {"type": "namespace", "name": "n", "tools": TOOLS}
+    calls = CALL + CALL.replace('"f"', '"n__f"')
+    response = whole(calls, body={"tools": [*TOOLS, space]})
+    names = [(item.get("namespace"), item["name"]) for item in response["output"]]
+    assert names == [(None, "f"), ("n", "f")]
+    assert response["tools"][2]["tools"][1]["name"] == "g"
+    events = streamed(answer_of({"tools": [*TOOLS, space]}), updates_of(calls, [3]))
+    assert json.dumps(check_events(events)) == json.dumps(response)
 
 
 def test_thinking_that_is_not_shown_counts() -> None:
