@@ -242,11 +242,10 @@ class Responses(Attack):
         bodies += [{"max_output_tokens": 4, "input": "a"} | each for each in options]
         paths = [f"{RESPONSES}/resp_{i:048x}" for i in range(8)]
         return [
-            *(request(RESPONSES, body) for body in bodies),
-            *(request(path, method="GET") for path in paths),
+            *(request(path, method=method) for path in paths for method in ("GET", "DELETE")),
             *(request(f"{path}/input_items?limit=100", method="GET") for path in paths),
             *(request(f"{path}/cancel") for path in paths),
-            *(request(path, method="DELETE") for path in paths),
+            *(request(RESPONSES, body) for body in bodies),
         ]
 
 
