@@ -96,6 +96,7 @@ PACKAGES = {
     "fit": {"torch", "transformers", "safetensors"},
     "serve": {
         "fastapi", "starlette", "pydantic", "uvicorn", "h11", "prometheus_client",
+        "anthropic", "jiter", "typing_extensions",
         "tokenizers", "numpy",
     },
     "cli": {"torch", "typer", "rich"},

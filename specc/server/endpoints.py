@@ -15,7 +15,7 @@ from specc.errors import RequestError
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.runtime.service.service import Service
 from specc.sampling.params import SamplingParams
-from specc.server.api_responses import ApiResponse, ChatResponse, CompletionResponse, Options
+from specc.server.api_responses import Answer, ChatResponse, CompletionResponse, Options
 from specc.server.body import parse_body, read_body
 from specc.server.config import MAX_CHOICES, ServeConfig
 from specc.server.errors import JSON, ApiError, api_error_of, bad_request, unknown_model
@@ -50,7 +50,23 @@ Read = TypeVar("Read")
 _Completion = tuple[
     CompletionRequest, SamplingParams, str | None, list[list[int]], tuple[str, ...] | None
 ]
-_Chat = tuple[ChatRequest, SamplingParams, str | None, list[int], MessageReader]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A chat that can be answered.
+
+    Args:
+        form: the field of its output format.
+        token_ids: of its prompt.
+        reader: of its outputs.
+    """
+
+    wanted: ChatRequest
+    params: SamplingParams
+    form: str | None
+    token_ids: list[int]
+    reader: MessageReader
 
 
 class Endpoints:
@@ -58,6 +74,9 @@ class Endpoints:
 
     Args:
         config: names and limits.
+    Attributes:
+        tokens: texts of single ones.
+        unknown: what becomes of fields that no request has.
     """
 
     def __init__(
@@ -67,14 +86,14 @@ class Endpoints:
         metrics: ServeMetrics,
         template: ChatTemplate | None,
     ) -> None:
-        self._service = service
+        self.service = service
         self._config = config
         self._metrics = metrics
         self._template = template
         self._engine = service.engine
-        self._tokens = TokenTexts(service.engine.tokenizer)
+        self.tokens = TokenTexts(service.engine.tokenizer)
         self._threads = PromptThreads()
-        self._unknown = UnknownFields(config.strict_fields)
+        self.unknown = UnknownFields(config.strict_fields)
         if config.max_unbounded_bytes is not None:
             service.core.requests.max_unbounded_bytes = config.max_unbounded_bytes
 
@@ -98,10 +117,10 @@ class Endpoints:
         """
 
         def read(body: bytes) -> _Completion:
-            wanted = parse(CompletionRequest, self._parse(body), self._unknown)
+            wanted = parse(CompletionRequest, self.parse_body(body), self.unknown)
             self._check(wanted)
             params = self._with_adapter(
-                wanted, completion_params(wanted, self._service.core.defaults)
+                wanted, completion_params(wanted, self.service.core.defaults)
             )
             form = structure_field(wanted)
             prompts = self._read_prompts(wanted)
@@ -109,10 +128,10 @@ class Endpoints:
             return wanted, params, form, *prompts
 
         with _blaming("prompt"):
-            found = await self._in_thread(request, read)
+            found = await self.in_thread(request, read)
             wanted, params, form, token_ids, echo = found
             options = self._options(wanted, wanted.logprobs, echo)
-            answer = CompletionResponse(self._model_of(params), self._tokens, options)
+            answer = CompletionResponse(self.model_of(params), self.tokens, options)
             is_alone = is_prompt_alone(wanted)
             return await self._answer(
                 request, wanted, token_ids, params, answer, form, is_prompt_alone=is_alone
@@ -127,45 +146,57 @@ class Endpoints:
             ClientGone: the client has disconnected.
         """
 
-        def read(body: bytes) -> _Chat:
-            wanted = parse(ChatRequest, self._parse(body), self._unknown)
-            self._check(wanted)
-            with_tools(wanted, self._config, self._unknown)
-            defaults = self._service.core.defaults
-            params = chat_params(wanted, self._engine.max_seq_len, defaults)
-            params = self._with_adapter(wanted, params)
-            self._check_count(wanted.n or 1)
-            self._check_template(wanted)
-            use = read_tools(wanted, self._config, _reads_tools(self._template, wanted))
-            form = structure_field(wanted)
-            if use.grammar is not None:
-                form, params = "tools", dataclasses.replace(params, structured_outputs=use.grammar)
-            text = render(self._template, wanted)
-            requests = self._service.core.requests
-            token_ids = requests.tokenize(text, not wanted.add_special_tokens)
-            reader = MessageReader(self._config, wanted, text, use)
-            forget_long(wanted)
-            return wanted, params, form, token_ids, reader
+        def read(body: bytes) -> Chat:
+            return self.read_chat(parse(ChatRequest, self.parse_body(body), self.unknown))
 
         with _blaming("messages"):
-            found = await self._in_thread(request, read, is_chat=True)
-            wanted, params, form, token_ids, reader = found
-            options = self._options(wanted, params.logprobs)
-            answer = ChatResponse(self._model_of(params), self._tokens, options, reader)
-            shown = token_ids_of(self._engine.tokenizer, reader.markers)
-            return await self._answer(
-                request, wanted, [token_ids], params, answer, form, shown=shown
-            )
+            chat = await self.in_thread(request, read, is_chat=True)
+            options = self._options(chat.wanted, chat.params.logprobs)
+            model = self.model_of(chat.params)
+            answer = ChatResponse(model, self.tokens, options, chat.reader)
+            return await self.answer_chat(request, chat, answer)
 
-    async def _in_thread(
+    def read_chat(self, wanted: ChatRequest) -> Chat:
+        """Check a chat and make its prompt; in a thread, as `in_thread` has them.
+
+        Raises:
+            ApiError: the error response.
+            SpeccError: the same, before `api_error_of`.
+        """
+        self._check(wanted)
+        with_tools(wanted, self._config, self.unknown)
+        params = chat_params(wanted, self._engine.max_seq_len, self.service.core.defaults)
+        params = self._with_adapter(wanted, params)
+        self._check_count(wanted.n or 1)
+        self._check_template(wanted)
+        use = read_tools(wanted, self._config, _reads_tools(self._template, wanted))
+        form = structure_field(wanted)
+        if use.grammar is not None:
+            form, params = "tools", dataclasses.replace(params, structured_outputs=use.grammar)
+        text = render(self._template, wanted)
+        requests = self.service.core.requests
+        token_ids = requests.tokenize(text, not wanted.add_special_tokens)
+        reader = MessageReader(self._config, wanted, text, use)
+        forget_long(wanted)
+        return Chat(wanted, params, form, token_ids, reader)
+
+    async def answer_chat(self, request: Request, chat: Chat, answer: Answer) -> Response:
+        """Raises as `chat`."""
+        shown = token_ids_of(self._engine.tokenizer, chat.reader.markers)
+        return await self._answer(
+            request, chat.wanted, [chat.token_ids], chat.params, answer, chat.form, shown=shown
+        )
+
+    async def in_thread(
         self, request: Request, read: Callable[[bytes], Read], is_chat: bool = False
     ) -> Read:
-        """Parse the body of a request; long ones off the event loop."""
+        """Read the body of a request; long ones off the event loop."""
         async with read_body(request, self._config) as body:
             work = self._threads.run(len(body), functools.partial(read, body), is_chat)
             return await unless_gone(request, work)
 
-    def _parse(self, body: bytes) -> dict[str, Any]:
+    def parse_body(self, body: bytes) -> dict[str, Any]:
+        """The object in the body of a request; raises ApiError."""
         found = parse_body(body)
         check_grammar_size(found, self._config.max_grammar_chars)
         return found
@@ -190,7 +221,7 @@ class Endpoints:
         wanted: GenerationRequest,
         token_ids: Sequence[list[int]],
         params: SamplingParams,
-        answer: ApiResponse,
+        answer: Answer,
         form: str | None,
         is_prompt_alone: bool = False,
         shown: frozenset[int] = frozenset(),
@@ -205,7 +236,7 @@ class Endpoints:
         answer.name(sent_id or wanted.request_id)
         headers = {HEADER: sent_id or answer.id}
         generation = Generation(
-            self._service,
+            self.service,
             jobs,
             self._metrics.observers([(job.prompt, job.params) for job in jobs]),
             form,
@@ -217,15 +248,8 @@ class Endpoints:
         try:
             await unless_gone(request, generation.start())
             if wanted.stream:
-                also = wanted.stream_options
-                stream = await open_stream(
-                    request,
-                    generation,
-                    answer,
-                    headers,
-                    has_usage=also is not None and also.has_usage,
-                    has_all_usage=also is not None and also.has_all_usage,
-                )
+                writer = answer.writer(wanted, generation.close)
+                stream = await open_stream(request, generation, writer, headers)
                 is_handed_on = True
                 return stream
             outputs: list[Output] = await unless_gone(request, generation.collect())
@@ -253,7 +277,7 @@ class Endpoints:
             return params
         return dataclasses.replace(params, lora=wanted.model)
 
-    def _model_of(self, params: SamplingParams) -> str:
+    def model_of(self, params: SamplingParams) -> str:
         """What a response calls the model."""
         return params.lora or self._config.model_names[0]
 
@@ -284,7 +308,7 @@ class Endpoints:
         self, wanted: CompletionRequest
     ) -> tuple[list[list[int]], tuple[str, ...] | None]:
         """Token ids of the prompts, and their texts if they are echoed."""
-        requests = self._service.core.requests
+        requests = self.service.core.requests
         prompts = _prompts(wanted.prompt)
         self._check_count(len(prompts) * (wanted.n or 1))
         has_special = wanted.add_special_tokens is False
