@@ -17,9 +17,9 @@ from specc.runtime.service.service import Service
 from specc.sampling.params import SamplingParams
 from specc.server.api_responses import ApiResponse, ChatResponse, CompletionResponse, Options
 from specc.server.body import parse_body, read_body
-from specc.server.config import MAX_CHOICES, ServeConfig
-from specc.server.errors import JSON, ApiError, api_error_of, bad_request, unknown_model
-from specc.server.fields import UnknownFields, whole_numbers
+from specc.server.config import ServeConfig
+from specc.server.errors import JSON, api_error_of, bad_request, unknown_model
+from specc.server.fields import UnknownFields
 from specc.server.generate import Generation, Output, OutputJob, unless_gone
 from specc.server.grammar import check_grammar_size
 from specc.server.logprobs import TokenTexts
@@ -30,9 +30,11 @@ from specc.server.params import (
     completion_params,
     for_choices,
     is_prompt_alone,
+    num_outputs,
     structure_field,
 )
 from specc.server.plain_requests import HEADER, request_id_of
+from specc.server.prompts import PromptReader, check_count
 from specc.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -58,6 +60,9 @@ class Endpoints:
 
     Args:
         config: names and limits.
+    Attributes:
+        template: of chats, if there is one.
+        unknown: what becomes of fields that no request has.
     """
 
     def __init__(
@@ -67,21 +72,22 @@ class Endpoints:
         metrics: ServeMetrics,
         template: ChatTemplate | None,
     ) -> None:
-        self._service = service
+        self.service = service
         self._config = config
         self._metrics = metrics
-        self._template = template
+        self.template = template
         self._engine = service.engine
         self._tokens = TokenTexts(service.engine.tokenizer)
+        self._prompts = PromptReader(service)
         self._threads = PromptThreads()
-        self._unknown = UnknownFields(config.strict_fields)
+        self.unknown = UnknownFields(config.strict_fields)
         if config.max_unbounded_bytes is not None:
             service.core.requests.max_unbounded_bytes = config.max_unbounded_bytes
 
     def close(self) -> None:
         """Stop starting work for open requests."""
-        if self._template is not None:
-            self._template.close()
+        if self.template is not None:
+            self.template.close()
         self._threads.close()
 
     def wait(self) -> None:
@@ -98,18 +104,18 @@ class Endpoints:
         """
 
         def read(body: bytes) -> _Completion:
-            wanted = parse(CompletionRequest, self._parse(body), self._unknown)
+            wanted = parse(CompletionRequest, self.parse_body(body), self.unknown)
             self._check(wanted)
             params = self._with_adapter(
-                wanted, completion_params(wanted, self._service.core.defaults)
+                wanted, completion_params(wanted, self.service.core.defaults)
             )
             form = structure_field(wanted)
-            prompts = self._read_prompts(wanted)
+            prompts = self._prompts.read(wanted, self._prompts.cut(wanted, params))
             forget_long(wanted)
             return wanted, params, form, *prompts
 
         with _blaming("prompt"):
-            found = await self._in_thread(request, read)
+            found = await self.in_thread(request, read)
             wanted, params, form, token_ids, echo = found
             options = self._options(wanted, wanted.logprobs, echo)
             answer = CompletionResponse(self._model_of(params), self._tokens, options)
@@ -128,27 +134,30 @@ class Endpoints:
         """
 
         def read(body: bytes) -> _Chat:
-            wanted = parse(ChatRequest, self._parse(body), self._unknown)
+            wanted = parse(ChatRequest, self.parse_body(body), self.unknown)
             self._check(wanted)
-            with_tools(wanted, self._config, self._unknown)
-            defaults = self._service.core.defaults
+            with_tools(wanted, self._config, self.unknown)
+            defaults = self.service.core.defaults
             params = chat_params(wanted, self._engine.max_seq_len, defaults)
             params = self._with_adapter(wanted, params)
-            self._check_count(wanted.n or 1)
+            check_count(wanted.n or 1)
             self._check_template(wanted)
-            use = read_tools(wanted, self._config, _reads_tools(self._template, wanted))
+            use = read_tools(wanted, self._config, _reads_tools(self.template, wanted))
             form = structure_field(wanted)
             if use.grammar is not None:
                 form, params = "tools", dataclasses.replace(params, structured_outputs=use.grammar)
-            text = render(self._template, wanted)
-            requests = self._service.core.requests
-            token_ids = requests.tokenize(text, not wanted.add_special_tokens)
+            text = render(self.template, wanted)
+            requests = self.service.core.requests
+            cut = self._prompts.cut(wanted, params)
+            token_ids = requests.tokenize(text, not wanted.add_special_tokens, cut=cut)
+            # how the prompt ends says what outputs begin with
+            text = text if cut is None else self._prompts.text(token_ids)
             reader = MessageReader(self._config, wanted, text, use)
             forget_long(wanted)
             return wanted, params, form, token_ids, reader
 
         with _blaming("messages"):
-            found = await self._in_thread(request, read, is_chat=True)
+            found = await self.in_thread(request, read, is_chat=True)
             wanted, params, form, token_ids, reader = found
             options = self._options(wanted, params.logprobs)
             answer = ChatResponse(self._model_of(params), self._tokens, options, reader)
@@ -157,15 +166,24 @@ class Endpoints:
                 request, wanted, [token_ids], params, answer, form, shown=shown
             )
 
-    async def _in_thread(
+    async def in_thread(
         self, request: Request, read: Callable[[bytes], Read], is_chat: bool = False
     ) -> Read:
-        """Parse the body of a request; long ones off the event loop."""
+        """Parse the body of a request; long ones, and chats, off the event loop.
+
+        Args:
+            is_chat: a template is rendered, whatever the size of the body.
+        Raises:
+            ApiError: a body that cannot be read.
+            OverloadError: too many wait for a thread.
+            ClientGone: the client has disconnected.
+        """
         async with read_body(request, self._config) as body:
             work = self._threads.run(len(body), functools.partial(read, body), is_chat)
             return await unless_gone(request, work)
 
-    def _parse(self, body: bytes) -> dict[str, Any]:
+    def parse_body(self, body: bytes) -> dict[str, Any]:
+        """The JSON of a body; raises ApiError where it is none, or its grammar too large."""
         found = parse_body(body)
         check_grammar_size(found, self._config.max_grammar_chars)
         return found
@@ -182,6 +200,7 @@ class Endpoints:
             bool(wanted.return_token_ids) or has_no_text,
             wanted.prompt_logprobs,
             self._config.tells_cached_tokens,
+            wanted.n or 1,
         )
 
     async def _answer(
@@ -198,14 +217,14 @@ class Endpoints:
         jobs = [
             OutputJob(prompt, ids, own)
             for prompt, ids in enumerate(token_ids)
-            for own in for_choices(params, wanted.n or 1, bool(wanted.stream))
+            for own in for_choices(params, num_outputs(wanted), bool(wanted.stream))
         ]
         # as in vLLM, the header takes precedence over the field
         sent_id = request_id_of(request)
         answer.name(sent_id or wanted.request_id)
         headers = {HEADER: sent_id or answer.id}
         generation = Generation(
-            self._service,
+            self.service,
             jobs,
             self._metrics.observers([(job.prompt, job.params) for job in jobs]),
             form,
@@ -236,10 +255,24 @@ class Endpoints:
             if not is_handed_on:
                 generation.close()
 
-    def _check(self, wanted: GenerationRequest) -> None:
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError: there is no model, or adapter, of this name."""
         names = (*self._config.model_names, *self._engine.adapters)
-        if wanted.model is not None and wanted.model not in names:
-            raise unknown_model(wanted.model, names)
+        if name is not None and name not in names:
+            raise unknown_model(name, names)
+
+    def chat_text(self, wanted: ChatRequest) -> str:
+        """The prompt of a chat, with special tokens.
+
+        Raises:
+            ApiError: there is no template, or this request cannot have it, or it refuses messages.
+        """
+        with_tools(wanted, self._config, self.unknown)
+        self._check_template(wanted)
+        return render(self.template, wanted)
+
+    def _check(self, wanted: GenerationRequest) -> None:
+        self.check_model(wanted.model)
         options = wanted.stream_options
         if options is not None and options.model_fields_set and not wanted.stream:
             raise bad_request(
@@ -267,7 +300,7 @@ class Endpoints:
         source = wanted.chat_template
         if source is None or self._config.trust_request_chat_template:
             return
-        if self._template is None or source not in self._template.template_names:
+        if self.template is None or source not in self.template.template_names:
             raise bad_request(
                 "a chat template passed with the request, but --trust-request-chat-template is not"
                 " set",
@@ -275,39 +308,6 @@ class Endpoints:
                 "leave chat_template out",
                 "chat_template",
             )
-
-    def _check_count(self, count: int) -> None:
-        if count > MAX_CHOICES:
-            raise _too_many(count)
-
-    def _read_prompts(
-        self, wanted: CompletionRequest
-    ) -> tuple[list[list[int]], tuple[str, ...] | None]:
-        """Token ids of the prompts, and their texts if they are echoed."""
-        requests = self._service.core.requests
-        prompts = _prompts(wanted.prompt)
-        self._check_count(len(prompts) * (wanted.n or 1))
-        has_special = wanted.add_special_tokens is False
-        token_ids = []
-        for index, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                token_ids.append(requests.tokenize(prompt, has_special, index))
-            else:
-                requests.check_length(len(prompt), index)
-                token_ids.append(prompt)
-        if not wanted.echo:
-            return token_ids, None
-        texts = zip(prompts, token_ids, strict=True)
-        return token_ids, tuple(p if isinstance(p, str) else self._text(ids) for p, ids in texts)
-
-    def _text(self, token_ids: list[int]) -> str:
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
-            return ""
-        # the engine refuses others on submission
-        known = [token for token in token_ids if 0 <= token < self._engine.vocab_size]
-        # decoding a batch releases the GIL
-        return tokenizer.decode_batch([known], skip_special_tokens=False)[0]
 
 
 @contextlib.contextmanager
@@ -317,39 +317,6 @@ def _blaming(prompt: str) -> Iterator[None]:
         yield
     except RequestError as error:
         raise api_error_of(error, prompt=prompt) from error
-
-
-def _too_many(count: int) -> ApiError:
-    return bad_request(
-        f"{count} outputs, prompts times n", f"at most {MAX_CHOICES}", "ask for fewer", "n"
-    )
-
-
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a request, in any of the four forms that OpenAI's API takes."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        # 5.0 is 5 here, too
-        prompt = whole_numbers(prompt)
-        if isinstance(prompt[0], list):
-            prompt = [whole_numbers(item) for item in prompt]
-        if type(prompt[0]) is not int and len(prompt) > MAX_CHOICES:
-            # before checking each of them
-            raise _too_many(len(prompt))
-        if all(type(item) is int for item in prompt):
-            return [prompt]
-        if all(isinstance(item, str) for item in prompt):
-            return prompt
-        lists = all(isinstance(item, list) for item in prompt)
-        if lists and all(type(token) is int for item in prompt for token in item):
-            return prompt
-    raise bad_request(
-        "the prompt is empty, or of another form",
-        "a string, a list of token ids, or a list of either",
-        "correct it",
-        "prompt",
-    )
 
 
 def render(template: ChatTemplate | None, wanted: ChatRequest) -> str:

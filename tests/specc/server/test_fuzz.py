@@ -47,6 +47,7 @@ _VALID: dict[str, list[Any]] = {
     "include_stop_str_in_output": [True, False],
     "skip_special_tokens": [True, False],
     "add_special_tokens": [True, False],
+    "truncate_prompt_tokens": [None, -1, 50],
     "priority": [-5, 0, 5],
     "rule": [None, "coupled", "delta"],
     "speculative": [True, False],
@@ -123,9 +124,11 @@ def operations(server) -> list[Any]:
 
 def test_the_description_names_every_path(operations) -> None:
     assert {(operation.method, operation.path) for operation in operations} == {
-        *(("get", path) for path in ("/health", "/ping", "/version", "/metrics", "/stats")),
+        *(("get", path) for path in ("/health", "/ping", "/version", "/load")),
+        *(("get", path) for path in ("/metrics", "/stats", "/tokenizer_info")),
         *(("get", path) for path in ("/v1/models", "/v1/models/{model}")),
         *(("post", f"/v1/{path}") for path in ("completions", "chat/completions")),
+        *(("post", path) for path in ("/tokenize", "/detokenize")),
     }
 
 
@@ -219,8 +222,8 @@ def test_anything_in_one_field_in_many(server, path: str) -> None:
     check_survives(server, path, 300)
 
 
-@pytest.mark.default("0", "1", "3", "6", "7")
-@pytest.mark.parametrize("index", range(9))
+@pytest.mark.default("0", "1", "4", "7", "8", "9")
+@pytest.mark.parametrize("index", range(13))
 def test_no_server_errors(server, operations, index: int) -> None:
     statuses = fuzz(operations[index], 10 if operations[index].method == "post" else 3)
     server.wait_until_idle()
@@ -228,7 +231,7 @@ def test_no_server_errors(server, operations, index: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(9))
+@pytest.mark.parametrize("index", range(13))
 def test_no_server_errors_in_many(server, operations, index: int) -> None:
     statuses = fuzz(operations[index], 300 if operations[index].method == "post" else 50)
     server.wait_until_idle()
