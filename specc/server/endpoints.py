@@ -39,10 +39,11 @@ from specc.server.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    StreamOptions,
     forget_long,
     parse,
 )
-from specc.server.stream import open_stream
+from specc.server.stream import ChunkWriter, open_stream
 from specc.server.tools import read_tools, with_tools
 from specc.server.work import PromptThreads
 
@@ -236,15 +237,9 @@ class Endpoints:
         try:
             await unless_gone(request, generation.start())
             if wanted.stream:
-                also = wanted.stream_options
-                stream = await open_stream(
-                    request,
-                    generation,
-                    answer,
-                    headers,
-                    has_usage=also is not None and also.has_usage,
-                    has_all_usage=also is not None and also.has_all_usage,
-                )
+                also = wanted.stream_options or StreamOptions()
+                writer = ChunkWriter(answer, also.has_usage, also.has_all_usage)
+                stream = await open_stream(request, generation, writer, headers)
                 is_handed_on = True
                 return stream
             outputs: list[Output] = await unless_gone(request, generation.collect())
