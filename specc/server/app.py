@@ -104,7 +104,7 @@ def create_app(
         """Answer a conversation."""
         return await _guarded(endpoints.chat(request))
 
-    _add_token_routes(app, Tokenizing(endpoints))
+    _add_token_routes(app, Tokenizing(endpoints, template))
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(SpeccError, _on_specc_error)
     app.add_exception_handler(ClientGone, _on_client_gone)

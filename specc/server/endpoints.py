@@ -15,7 +15,7 @@ from specc.errors import RequestError
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.runtime.service.service import Service
 from specc.sampling.params import SamplingParams
-from specc.server.api_responses import ApiResponse, ChatResponse, CompletionResponse, Options
+from specc.server.api_responses import Answer, ChatResponse, CompletionResponse, Options
 from specc.server.body import parse_body, read_body
 from specc.server.config import ServeConfig
 from specc.server.errors import JSON, api_error_of, bad_request, unknown_model
@@ -39,11 +39,10 @@ from specc.server.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    StreamOptions,
     forget_long,
     parse,
 )
-from specc.server.stream import ChunkWriter, open_stream
+from specc.server.stream import open_stream
 from specc.server.tools import read_tools, with_tools
 from specc.server.work import PromptThreads
 
@@ -53,7 +52,23 @@ Read = TypeVar("Read")
 _Completion = tuple[
     CompletionRequest, SamplingParams, str | None, list[list[int]], tuple[str, ...] | None
 ]
-_Chat = tuple[ChatRequest, SamplingParams, str | None, list[int], MessageReader]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A chat that can be answered.
+
+    Args:
+        form: the field of its output format.
+        token_ids: of its prompt.
+        reader: of its outputs.
+    """
+
+    wanted: ChatRequest
+    params: SamplingParams
+    form: str | None
+    token_ids: list[int]
+    reader: MessageReader
 
 
 class Endpoints:
@@ -62,7 +77,6 @@ class Endpoints:
     Args:
         config: names and limits.
     Attributes:
-        template: of chats, if there is one.
         unknown: what becomes of fields that no request has.
     """
 
@@ -76,7 +90,7 @@ class Endpoints:
         self.service = service
         self._config = config
         self._metrics = metrics
-        self.template = template
+        self._template = template
         self._engine = service.engine
         self._tokens = TokenTexts(service.engine.tokenizer)
         self._prompts = PromptReader(service)
@@ -87,8 +101,8 @@ class Endpoints:
 
     def close(self) -> None:
         """Stop starting work for open requests."""
-        if self.template is not None:
-            self.template.close()
+        if self._template is not None:
+            self._template.close()
         self._threads.close()
 
     def wait(self) -> None:
@@ -119,7 +133,7 @@ class Endpoints:
             found = await self.in_thread(request, read)
             wanted, params, form, token_ids, echo = found
             options = self._options(wanted, wanted.logprobs, echo)
-            answer = CompletionResponse(self._model_of(params), self._tokens, options)
+            answer = CompletionResponse(self.model_of(params), self._tokens, options)
             is_alone = is_prompt_alone(wanted)
             return await self._answer(
                 request, wanted, token_ids, params, answer, form, is_prompt_alone=is_alone
@@ -134,57 +148,60 @@ class Endpoints:
             ClientGone: the client has disconnected.
         """
 
-        def read(body: bytes) -> _Chat:
-            wanted = parse(ChatRequest, self.parse_body(body), self.unknown)
-            self._check(wanted)
-            with_tools(wanted, self._config, self.unknown)
-            defaults = self.service.core.defaults
-            params = chat_params(wanted, self._engine.max_seq_len, defaults)
-            params = self._with_adapter(wanted, params)
-            check_count(wanted.n or 1)
-            self._check_template(wanted)
-            use = read_tools(wanted, self._config, _reads_tools(self.template, wanted))
-            form = structure_field(wanted)
-            if use.grammar is not None:
-                form, params = "tools", dataclasses.replace(params, structured_outputs=use.grammar)
-            text = render(self.template, wanted)
-            requests = self.service.core.requests
-            cut = self._prompts.cut(wanted, params)
-            token_ids = requests.tokenize(text, not wanted.add_special_tokens, cut=cut)
-            # how the prompt ends says what outputs begin with
-            text = text if cut is None else self._prompts.text(token_ids)
-            reader = MessageReader(self._config, wanted, text, use)
-            forget_long(wanted)
-            return wanted, params, form, token_ids, reader
+        def read(body: bytes) -> Chat:
+            return self.read_chat(parse(ChatRequest, self.parse_body(body), self.unknown))
 
         with _blaming("messages"):
-            found = await self.in_thread(request, read, is_chat=True)
-            wanted, params, form, token_ids, reader = found
-            options = self._options(wanted, params.logprobs)
-            answer = ChatResponse(self._model_of(params), self._tokens, options, reader)
-            shown = token_ids_of(self._engine.tokenizer, reader.markers)
-            return await self._answer(
-                request, wanted, [token_ids], params, answer, form, shown=shown
-            )
+            chat = await self.in_thread(request, read, is_chat=True)
+            options = self._options(chat.wanted, chat.params.logprobs)
+            model = self.model_of(chat.params)
+            answer = ChatResponse(model, self._tokens, options, chat.reader)
+            return await self.answer_chat(request, chat, answer)
+
+    def read_chat(self, wanted: ChatRequest) -> Chat:
+        """Check a chat and make its prompt; in a thread, as `in_thread` has them.
+
+        Raises:
+            ApiError: the error response.
+            SpeccError: the same, before `api_error_of`.
+        """
+        self._check(wanted)
+        with_tools(wanted, self._config, self.unknown)
+        params = chat_params(wanted, self._engine.max_seq_len, self.service.core.defaults)
+        params = self._with_adapter(wanted, params)
+        check_count(wanted.n or 1)
+        self._check_template(wanted)
+        use = read_tools(wanted, self._config, _reads_tools(self._template, wanted))
+        form = structure_field(wanted)
+        if use.grammar is not None:
+            form, params = "tools", dataclasses.replace(params, structured_outputs=use.grammar)
+        text = render(self._template, wanted)
+        requests = self.service.core.requests
+        cut = self._prompts.cut(wanted, params)
+        token_ids = requests.tokenize(text, not wanted.add_special_tokens, cut=cut)
+        # how the prompt ends says what outputs begin with
+        text = text if cut is None else self._prompts.text(token_ids)
+        reader = MessageReader(self._config, wanted, text, use)
+        forget_long(wanted)
+        return Chat(wanted, params, form, token_ids, reader)
+
+    async def answer_chat(self, request: Request, chat: Chat, answer: Answer) -> Response:
+        """Raises as `chat`."""
+        shown = token_ids_of(self._engine.tokenizer, chat.reader.markers)
+        return await self._answer(
+            request, chat.wanted, [chat.token_ids], chat.params, answer, chat.form, shown=shown
+        )
 
     async def in_thread(
         self, request: Request, read: Callable[[bytes], Read], is_chat: bool = False
     ) -> Read:
-        """Parse the body of a request; long ones, and chats, off the event loop.
-
-        Args:
-            is_chat: a template is rendered, whatever the size of the body.
-        Raises:
-            ApiError: a body that cannot be read.
-            OverloadError: too many wait for a thread.
-            ClientGone: the client has disconnected.
-        """
+        """Read the body of a request; long ones off the event loop."""
         async with read_body(request, self._config) as body:
             work = self._threads.run(len(body), functools.partial(read, body), is_chat)
             return await unless_gone(request, work)
 
     def parse_body(self, body: bytes) -> dict[str, Any]:
-        """The JSON of a body; raises ApiError where it is none, or its grammar too large."""
+        """The object in the body of a request; raises ApiError."""
         found = parse_body(body)
         check_grammar_size(found, self._config.max_grammar_chars)
         return found
@@ -210,7 +227,7 @@ class Endpoints:
         wanted: GenerationRequest,
         token_ids: Sequence[list[int]],
         params: SamplingParams,
-        answer: ApiResponse,
+        answer: Answer,
         form: str | None,
         is_prompt_alone: bool = False,
         shown: frozenset[int] = frozenset(),
@@ -237,8 +254,7 @@ class Endpoints:
         try:
             await unless_gone(request, generation.start())
             if wanted.stream:
-                also = wanted.stream_options or StreamOptions()
-                writer = ChunkWriter(answer, also.has_usage, also.has_all_usage)
+                writer = answer.writer(wanted, generation.close)
                 stream = await open_stream(request, generation, writer, headers)
                 is_handed_on = True
                 return stream
@@ -264,7 +280,7 @@ class Endpoints:
         """
         with_tools(wanted, self._config, self.unknown)
         self._check_template(wanted)
-        return render(self.template, wanted)
+        return render(self._template, wanted)
 
     def _check(self, wanted: GenerationRequest) -> None:
         self.check_model(wanted.model)
@@ -281,7 +297,7 @@ class Endpoints:
             return params
         return dataclasses.replace(params, lora=wanted.model)
 
-    def _model_of(self, params: SamplingParams) -> str:
+    def model_of(self, params: SamplingParams) -> str:
         """What a response calls the model."""
         return params.lora or self._config.model_names[0]
 
@@ -295,7 +311,7 @@ class Endpoints:
         source = wanted.chat_template
         if source is None or self._config.trust_request_chat_template:
             return
-        if self.template is None or source not in self.template.template_names:
+        if self._template is None or source not in self._template.template_names:
             raise bad_request(
                 "a chat template passed with the request, but --trust-request-chat-template is not"
                 " set",

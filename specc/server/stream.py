@@ -6,7 +6,7 @@ import abc
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -14,11 +14,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specc.runtime.service.service import Update
-from specc.server.api_responses import ApiResponse
 from specc.server.errors import ApiError, internal_error, to_bytes
 from specc.server.generate import Generation, Output, disconnected, end_tasks, unless_gone
 
-_DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger("specc.serve")
 
 
@@ -44,40 +42,9 @@ class EventWriter(abc.ABC):
     def fail(self, outputs: Sequence[Output], error: ApiError) -> bytes:
         """In place of all that would have followed."""
 
-
-class ChunkWriter(EventWriter):
-    """Of completions and chats: chunks without names, up to `[DONE]` or an error.
-
-    Args:
-        answer: shape of the chunks.
-        has_usage: a last chunk holds the usage, and all others say that they do not.
-        has_all_usage: every chunk holds the usage so far.
-    """
-
-    def __init__(self, answer: ApiResponse, has_usage: bool, has_all_usage: bool) -> None:
-        self._answer = answer
-        self._has_usage = has_usage
-        self._has_all_usage = has_all_usage
-        # outputs that have a chunk
-        self._begun: set[int] = set()
-
-    def write(self, outputs: Sequence[Output], index: int, update: Update) -> bytes:
-        """Nothing where a token has no text yet: it is in the next chunk that has some."""
-        says_something = self._answer.take(index, update) or self._has_all_usage
-        if self._begun and not says_something:
-            return b""
-        chunks = self._answer.chunks(index, outputs[index], update, index not in self._begun)
-        self._begun.add(index)
-        if self._has_usage:
-            usage = self._answer.usage(outputs) if self._has_all_usage else None
-            chunks = [chunk | {"usage": usage} for chunk in chunks]
-        return b"".join(map(to_event, chunks))
-
-    def end(self, outputs: Sequence[Output]) -> bytes:
-        return (to_event(self._answer.last_chunk(outputs)) if self._has_usage else b"") + _DONE
-
-    def fail(self, outputs: Sequence[Output], error: ApiError) -> bytes:
-        return to_event(error.to_json())
+    def close(self) -> None:
+        """The stream is over, at its end or before: nobody reads it any more."""
+        return
 
 
 class EventStream(Response):
@@ -85,12 +52,17 @@ class EventStream(Response):
 
     Args:
         generation: started, its first update taken.
+        close: called when the stream is over.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, generation: Generation, events: AsyncIterator[bytes], headers: dict[str, str]
+        self,
+        generation: Generation,
+        events: AsyncIterator[bytes],
+        headers: dict[str, str],
+        close: Callable[[], None],
     ) -> None:
         super().__init__(
             headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -99,6 +71,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._generation = generation
         self._events = events
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.ensure_future(self._send_all(send))
@@ -107,6 +80,7 @@ class EventStream(Response):
             await asyncio.wait({sender, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._generation.close()
+            self._close()
             await end_tasks(sender, gone)
 
     async def _send_all(self, send: Send) -> None:
@@ -133,7 +107,8 @@ async def open_stream(
     """
     updates = generation.updates()
     first = await unless_gone(request, _next(updates))
-    return EventStream(generation, _events(generation, updates, first, writer), headers)
+    events = _events(generation, updates, first, writer)
+    return EventStream(generation, events, headers, writer.close)
 
 
 def to_event(data: Any, name: str | None = None) -> bytes:

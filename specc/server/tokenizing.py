@@ -11,6 +11,7 @@ from starlette.responses import Response
 from tokenizers import Tokenizer
 
 from specc.artifact.special_tokens import of_engine
+from specc.runtime.requests.chat_template import ChatTemplate
 from specc.server.chat_fields import ChatMessage, Tool
 from specc.server.config import MAX_VALUES
 from specc.server.endpoints import Endpoints
@@ -53,12 +54,14 @@ class Tokenizing:
     """Serves what generates nothing.
 
     Args:
-        endpoints: whose model, templates and threads these are.
+        endpoints: whose model and threads these are.
+        template: of chats.
     """
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: Endpoints, template: ChatTemplate | None) -> None:
         self._endpoints = endpoints
         self._service = endpoints.service
+        self._template = template
 
     async def tokenize(self, request: Request) -> Response:
         """Handler of /tokenize.
@@ -124,7 +127,7 @@ class Tokenizing:
             ApiError: there is no tokenizer.
             ConfigError: a file of the engine that is no JSON.
         """
-        engine, template = self._service.engine, self._endpoints.template
+        engine, template = self._service.engine, self._template
         tokens: dict[str, Any] = {} if engine.directory is None else of_engine(engine.directory)
         eos = min(engine.eos_token_ids, default=None)
         ids = {"bos_token": engine.bos_token_id, "eos_token": eos}

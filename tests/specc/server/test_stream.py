@@ -17,6 +17,8 @@ from specc.server.stream import EventWriter, open_stream, to_event
 class Written(EventWriter):
     """Names each event by the method that wrote it; updates without text have none."""
 
+    is_closed = False
+
     def begin(self, outputs: Sequence[Output]) -> bytes:
         return to_event({}, "begin")
 
@@ -28,6 +30,9 @@ class Written(EventWriter):
 
     def fail(self, outputs: Sequence[Output], error: ApiError) -> bytes:
         return to_event({"status": error.status}, "fail")
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class _Generation:
@@ -61,9 +66,11 @@ def streamed(*updates: Update | Exception) -> list[bytes]:
 
     async def run() -> None:
         generation, request = cast(Any, _Generation(updates)), cast(Any, _Request())
-        stream = await open_stream(request, cast(Generation, generation), Written(), {})
+        writer = Written()
+        stream = await open_stream(request, cast(Generation, generation), writer, {})
         await stream({}, request.receive, send)
         assert generation.is_closed
+        assert writer.is_closed
 
     asyncio.run(run())
     start, *bodies, end = sent
