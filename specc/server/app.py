@@ -42,6 +42,7 @@ from specc.server.memory import memory_kept_low
 from specc.server.metrics import ServeMetrics
 from specc.server.openapi import describe, of_health, of_model, of_text, request_body
 from specc.server.origins import with_origins
+from specc.server.other_doors.routes import add_other_doors
 from specc.server.plain_requests import PlainRequests
 from specc.server.protocol import ChatRequest, CompletionRequest
 from specc.server.tokenizing import DetokenizeRequest, TokenizeRequest, Tokenizing
@@ -51,7 +52,9 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _log = logging.getLogger("specc.serve")
 _PAGE = Path(__file__).with_name("page.html")
 # what paths begin with
-_NEED_KEYS = ("/v1", "/openapi.json", "/tokenize", "/detokenize")
+_NEED_KEYS = (
+    "/v1", "/openapi.json", "/tokenize", "/detokenize", "/completion", "/props", "/api",
+)  # fmt: skip
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
     " connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
@@ -105,6 +108,7 @@ def create_app(
         return await _guarded(endpoints.chat(request))
 
     _add_token_routes(app, Tokenizing(endpoints, template))
+    add_other_doors(app, endpoints, config, template)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(SpeccError, _on_specc_error)
     app.add_exception_handler(ClientGone, _on_client_gone)

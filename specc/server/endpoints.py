@@ -34,7 +34,7 @@ from specc.server.params import (
     structure_field,
 )
 from specc.server.plain_requests import HEADER, request_id_of
-from specc.server.prompts import PromptReader, check_count
+from specc.server.prompts import Completion, PromptReader, check_count
 from specc.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -47,11 +47,6 @@ from specc.server.tools import read_tools, with_tools
 from specc.server.work import PromptThreads
 
 Read = TypeVar("Read")
-# a parsed request: the request, its options, the field of its output format, token ids of its
-# prompts, texts to echo
-_Completion = tuple[
-    CompletionRequest, SamplingParams, str | None, list[list[int]], tuple[str, ...] | None
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +72,8 @@ class Endpoints:
     Args:
         config: names and limits.
     Attributes:
+        prompts: reads those of completions.
+        tokens: texts of single tokens.
         unknown: what becomes of fields that no request has.
     """
 
@@ -92,8 +89,8 @@ class Endpoints:
         self._metrics = metrics
         self._template = template
         self._engine = service.engine
-        self._tokens = TokenTexts(service.engine.tokenizer)
-        self._prompts = PromptReader(service)
+        self.tokens = TokenTexts(service.engine.tokenizer)
+        self.prompts = PromptReader(service)
         self._threads = PromptThreads()
         self.unknown = UnknownFields(config.strict_fields)
         if config.max_unbounded_bytes is not None:
@@ -118,26 +115,40 @@ class Endpoints:
             ClientGone: the client has disconnected.
         """
 
-        def read(body: bytes) -> _Completion:
-            wanted = parse(CompletionRequest, self.parse_body(body), self.unknown)
-            self._check(wanted)
-            params = self._with_adapter(
-                wanted, completion_params(wanted, self.service.core.defaults)
+        def read(body: bytes) -> Completion:
+            return self.read_completion(
+                parse(CompletionRequest, self.parse_body(body), self.unknown)
             )
-            form = structure_field(wanted)
-            prompts = self._prompts.read(wanted, self._prompts.cut(wanted, params))
-            forget_long(wanted)
-            return wanted, params, form, *prompts
 
-        with _blaming("prompt"):
+        with blaming("prompt"):
             found = await self.in_thread(request, read)
-            wanted, params, form, token_ids, echo = found
-            options = self._options(wanted, wanted.logprobs, echo)
-            answer = CompletionResponse(self.model_of(params), self._tokens, options)
-            is_alone = is_prompt_alone(wanted)
-            return await self._answer(
-                request, wanted, token_ids, params, answer, form, is_prompt_alone=is_alone
-            )
+            options = self.options(found.wanted, found.wanted.logprobs, found.echo)
+            answer = CompletionResponse(self.model_of(found.params), self.tokens, options)
+            return await self.answer_completion(request, found, answer)
+
+    def read_completion(self, wanted: CompletionRequest) -> Completion:
+        """Check a completion and tokenize its prompts; in a thread, as `in_thread` has them.
+
+        Raises:
+            ApiError: the error response.
+            SpeccError: the same, before `api_error_of`.
+        """
+        self._check(wanted)
+        params = self._with_adapter(wanted, completion_params(wanted, self.service.core.defaults))
+        form = structure_field(wanted)
+        prompts = self.prompts.read(wanted, self.prompts.cut(wanted, params))
+        forget_long(wanted)
+        return Completion(wanted, params, form, *prompts)
+
+    async def answer_completion(
+        self, request: Request, found: Completion, answer: Answer
+    ) -> Response:
+        """Raises as `complete`."""
+        is_alone = is_prompt_alone(found.wanted)
+        return await self._answer(
+            request, found.wanted, found.token_ids, found.params, answer, found.form,
+            is_prompt_alone=is_alone,
+        )  # fmt: skip
 
     async def chat(self, request: Request) -> Response:
         """Handler of /v1/chat/completions.
@@ -151,11 +162,11 @@ class Endpoints:
         def read(body: bytes) -> Chat:
             return self.read_chat(parse(ChatRequest, self.parse_body(body), self.unknown))
 
-        with _blaming("messages"):
+        with blaming("messages"):
             chat = await self.in_thread(request, read, is_chat=True)
-            options = self._options(chat.wanted, chat.params.logprobs)
+            options = self.options(chat.wanted, chat.params.logprobs)
             model = self.model_of(chat.params)
-            answer = ChatResponse(model, self._tokens, options, chat.reader)
+            answer = ChatResponse(model, self.tokens, options, chat.reader)
             return await self.answer_chat(request, chat, answer)
 
     def read_chat(self, wanted: ChatRequest) -> Chat:
@@ -177,10 +188,10 @@ class Endpoints:
             form, params = "tools", dataclasses.replace(params, structured_outputs=use.grammar)
         text = render(self._template, wanted)
         requests = self.service.core.requests
-        cut = self._prompts.cut(wanted, params)
+        cut = self.prompts.cut(wanted, params)
         token_ids = requests.tokenize(text, not wanted.add_special_tokens, cut=cut)
         # how the prompt ends says what outputs begin with
-        text = text if cut is None else self._prompts.text(token_ids)
+        text = text if cut is None else self.prompts.text(token_ids)
         reader = MessageReader(self._config, wanted, text, use)
         forget_long(wanted)
         return Chat(wanted, params, form, token_ids, reader)
@@ -206,9 +217,10 @@ class Endpoints:
         check_grammar_size(found, self._config.max_grammar_chars)
         return found
 
-    def _options(
+    def options(
         self, wanted: GenerationRequest, logprobs: int | None, echo: tuple[str, ...] | None = None
     ) -> Options:
+        """What an answer holds besides the text, as the request and the server's options say."""
         # without a tokenizer, responses have token ids only
         has_no_text = self._engine.tokenizer is None and wanted.return_token_ids is None
         return Options(
@@ -322,7 +334,7 @@ class Endpoints:
 
 
 @contextlib.contextmanager
-def _blaming(prompt: str) -> Iterator[None]:
+def blaming(prompt: str) -> Iterator[None]:
     """Attribute engine errors to this field of the request."""
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from specc.runtime.requests.prompt_cut import PromptCut
@@ -12,6 +13,23 @@ from specc.server.errors import ApiError, bad_request
 from specc.server.fields import whole_numbers
 from specc.server.params import num_outputs
 from specc.server.protocol import CompletionRequest, GenerationRequest
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completion that can be answered.
+
+    Args:
+        form: the field of its output format.
+        token_ids: of its prompts.
+        echo: their texts, to be repeated.
+    """
+
+    wanted: CompletionRequest
+    params: SamplingParams
+    form: str | None
+    token_ids: list[list[int]]
+    echo: tuple[str, ...] | None
 
 
 class PromptReader:
