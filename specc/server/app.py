@@ -27,11 +27,11 @@ from specc.runtime.service.state import Health
 from specc.server.body import BodyBudget, ClientGone
 from specc.server.config import ServeConfig
 from specc.server.endpoints import Endpoints
+from specc.server.error_forms import error_response
 from specc.server.errors import (
     JSON,
     ApiError,
     api_error_of,
-    error_response,
     internal_error,
     shorten,
     unknown_model,
@@ -39,12 +39,21 @@ from specc.server.errors import (
 from specc.server.hosts import KnownHosts
 from specc.server.load import CountsRequests, ServerLoad
 from specc.server.memory import memory_kept_low
+from specc.server.messages.endpoints import MessageEndpoints, no_batches
 from specc.server.metrics import ServeMetrics
-from specc.server.openapi import describe, of_health, of_model, of_text, request_body
+from specc.server.openapi import (
+    describe,
+    message_body,
+    of_health,
+    of_model,
+    of_text,
+    request_body,
+)
 from specc.server.origins import with_origins
 from specc.server.other_doors.routes import add_other_doors
-from specc.server.plain_requests import PlainRequests
+from specc.server.plain_requests import MESSAGES, PlainRequests
 from specc.server.protocol import ChatRequest, CompletionRequest
+from specc.server.responses.routes import Responses, add_routes
 from specc.server.tokenizing import DetokenizeRequest, TokenizeRequest, Tokenizing
 from specc.version import __version__
 
@@ -107,6 +116,10 @@ def create_app(
         """Answer a conversation."""
         return await _guarded(endpoints.chat(request))
 
+    _add_message_routes(app, MessageEndpoints(endpoints, config))
+    responses = Responses(endpoints, config, template)
+    app.state.responses = responses.store
+    add_routes(app, responses, _guarded)
     _add_token_routes(app, Tokenizing(endpoints, template))
     add_other_doors(app, endpoints, config, template)
     app.add_exception_handler(ApiError, _on_api_error)
@@ -233,6 +246,25 @@ def _add_model_routes(
         return JSON(describe_model(model))
 
 
+def _add_message_routes(app: FastAPI, messages: MessageEndpoints) -> None:
+    @app.post(MESSAGES, **message_body())
+    async def create(request: Request) -> Response:
+        """Answer a conversation, as Anthropic's API does."""
+        return await _guarded(messages.create(request))
+
+    @app.post(f"{MESSAGES}/count_tokens", **message_body(is_count=True))
+    async def count_tokens(request: Request) -> Response:
+        """Count the tokens of such a conversation's prompt."""
+        return await _guarded(messages.count(request))
+
+    for path in (f"{MESSAGES}/batches", MESSAGES + "/batches/{rest:path}"):
+
+        @app.api_route(path, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+        async def batches() -> Response:
+            """What Anthropic has there."""
+            raise no_batches()
+
+
 @contextlib.asynccontextmanager
 async def _logging(
     metrics: ServeMetrics, every_s: float, endpoints: Endpoints
@@ -265,25 +297,29 @@ class _NeedsKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or not scope["path"].startswith(_NEED_KEYS)
-        if is_open or self._is_known(Headers(scope=scope).get("authorization", "")):
+        if is_open or self._has_known(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         error = ApiError(
             401,
-            "Incorrect API key provided, or none: expected the header Authorization: Bearer KEY."
-            " Please ask the operator of this server for a key.",
+            "Incorrect API key provided, or none: expected the header Authorization: Bearer KEY,"
+            " or X-Api-Key: KEY. Please ask the operator of this server for a key.",
             kind="authentication_error",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
         await error_response(error)(scope, receive, send)
 
-    def _is_known(self, header: str) -> bool:
-        scheme, _, key = header.partition(" ")
+    def _has_known(self, headers: Headers) -> bool:
+        """Whether there is a key, as OpenAI's clients send it, or Anthropic's."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        found = [self._is_known(key) and scheme.lower() == "bearer"]
+        return any([*found, self._is_known(headers.get("x-api-key", ""))])
+
+    def _is_known(self, key: str) -> bool:
         given = key.strip().encode("utf-8", "replace")
         # every key is compared, and in constant time
-        found = [hmac.compare_digest(given, own) for own in self._keys]
-        return scheme.lower() == "bearer" and any(found)
+        return any([hmac.compare_digest(given, own) for own in self._keys])
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 # these need no pass of the model
-_NOT_COUNTED = ("/tokenize", "/detokenize")
+_NOT_COUNTED = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 
 @dataclass

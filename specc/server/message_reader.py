@@ -95,6 +95,10 @@ class MessageReader:
         """Why an output has ended, if it has."""
         return reason and self._use.finish_reason(reason, parser)
 
+    def has_called(self, reason: str | None, parser: MessageParser) -> bool:
+        """See `ToolUse.has_called`; of an output that has ended."""
+        return reason is not None and self._use.has_called(reason, parser)
+
 
 def _reasoning(text: str | None) -> dict[str, Any]:
     # vLLM's name of today, and the one before it, which DeepSeek's API has
