@@ -62,14 +62,14 @@ class PairScore(PathScore):
     ) -> fx.Node:
         if depth not in self._pairs:
             self._pairs[depth] = self._pairs_of(g, depth)
-        own = self._pairs[depth]
+        scores = self._pairs[depth]
         chosen = self._candidates.of_level(g, level, depth)
         if depth:
-            own = g.call(aten.gather.default, own, 1, self._ranks(g, tokens, count, depth))
+            scores = g.call(aten.gather.default, scores, 1, self._ranks(g, tokens, count, depth))
         base = g.call(aten.gather.default, level, 1, chosen)
         known = g.call(aten.gt.Scalar, g.call(aten.unsqueeze.default, base, 1), -torch.inf)
-        own = g.call(aten.where.ScalarOther, known, own, -torch.inf)
-        return self._candidates.spread(g, level, chosen, own, count)
+        scores = g.call(aten.where.ScalarOther, known, scores, -torch.inf)
+        return self._candidates.spread(g, level, chosen, scores, count)
 
     def _pairs_of(self, g: StepGraph, depth: int) -> fx.Node:
         """[B, K, K] logits of a slot's candidates; of the first slot [B, 1, K]."""
@@ -80,8 +80,8 @@ class PairScore(PathScore):
             left = g.part(vectors.left, 1, (depth - 1) * count, depth * count, nodes)
         else:
             left = g.call(aten.unsqueeze.default, vectors.start, 1)
-        own = g.call(aten.bmm.default, left, g.call(aten.transpose.int, right, 1, 2))
-        return g.call(aten.mul.Scalar, own, self._draft.scale)
+        products = g.call(aten.bmm.default, left, g.call(aten.transpose.int, right, 1, 2))
+        return g.call(aten.mul.Scalar, products, self._draft.scale)
 
     def _ranks(self, g: StepGraph, tokens: fx.Node, count: int, depth: int) -> fx.Node:
         """[B, count, K] int64: which of the slot's before the tokens [B, count] are, K times.
@@ -98,11 +98,11 @@ class PairScore(PathScore):
             g.call(aten.unsqueeze.default, tokens, 2),
             g.call(aten.unsqueeze.default, above, 1),
         )
-        places = g.expand_rows(g.arange(0, k, 1, torch.int64), k)
-        places = g.call(aten.unsqueeze.default, places, 1)
-        found = g.call(aten.where.ScalarOther, is_it, places, 0)
-        found = g.call(aten.sum.dim_IntList, found, [2], True)
-        return g.call(aten.expand.default, found, [-1, count, k])
+        every = g.expand_rows(g.arange(0, k, 1, torch.int64), k)
+        every = g.call(aten.unsqueeze.default, every, 1)
+        ranks = g.call(aten.where.ScalarOther, is_it, every, 0)
+        ranks = g.call(aten.sum.dim_IntList, ranks, [2], True)
+        return g.call(aten.expand.default, ranks, [-1, count, k])
 
     def _known_vectors(self, g: StepGraph) -> Vectors:
         if self._vectors is None:
@@ -162,8 +162,8 @@ class CompilerLiLiCorr(CompilerBlock):
         keys = [EMBEDDING, *draft.parameters]
         count = draft.candidates
         ranks = torch.arange(count, dtype=torch.float32)
-        told = torch.stack([ranks / max(count - 1, 1), (ranks == 0).float()]).to(dtype)
-        return {key: Weight((key,), dtype, shapes[key]) for key in keys}, {RANKS: told}
+        features = torch.stack([ranks / max(count - 1, 1), (ranks == 0).float()]).to(dtype)
+        return {key: Weight((key,), dtype, shapes[key]) for key in keys}, {RANKS: features}
 
 
 DRAFTER = CompilerLiLiCorr()

@@ -63,7 +63,7 @@ def read_lilicorr(
             "false: each mask proposes the token in its own place",
             "pass another draft",
         )
-    given = asdict(block) | {
+    fields = asdict(block) | {
         "is_biased": True,
         "kind": FACTS.kind,
         "hidden_columns": width,
@@ -75,7 +75,7 @@ def read_lilicorr(
         "vector_eps": eps,
         "norm_eps": float(layers.rms_norm_eps),
     }
-    draft = LiLiCorrDraft(**given)
+    draft = LiLiCorrDraft(**fields)
     return draft, _shapes(draft, width, factors, int(inner * ratio))
 
 
@@ -113,17 +113,17 @@ def _shapes(draft: LiLiCorrDraft, width: int, factors: int, middle: int) -> Shap
         "anchor_norm.weight": (w,),
     }
     for layer in range(draft.num_layers):
-        own = f"layers.{layer}"
+        prefix = f"layers.{layer}"
         linear |= {
-            f"{own}.attn.out_proj": (w, w),
-            f"{own}.mlp.up_proj": (middle, w),
-            f"{own}.mlp.down_proj": (w, middle),
+            f"{prefix}.attn.out_proj": (w, w),
+            f"{prefix}.mlp.up_proj": (middle, w),
+            f"{prefix}.mlp.down_proj": (w, middle),
         }
         shapes |= {
-            f"{own}.attn_norm.weight": (w,),
-            f"{own}.attn.in_proj_weight": (3 * w, w),
-            f"{own}.attn.in_proj_bias": (3 * w,),
-            f"{own}.mlp_norm.weight": (w,),
+            f"{prefix}.attn_norm.weight": (w,),
+            f"{prefix}.attn.in_proj_weight": (3 * w, w),
+            f"{prefix}.attn.in_proj_bias": (3 * w,),
+            f"{prefix}.mlp_norm.weight": (w,),
         }
     for name, shape in linear.items():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}

@@ -30,12 +30,12 @@ def uno_levels(g: StepGraph, draft: Uno, depth: int) -> list[fx.Node]:
     slots, positions = g.rows(nodes, nodes)
     wide = g.reshape(positions, batch, depth)
     root = g.last(g["last_tokens"], 1)
-    own = g.call(aten.unsqueeze.default, g[ADAPTERS], 1)
-    tokens, adapters = [root], [own]
+    of_request = g.call(aten.unsqueeze.default, g[ADAPTERS], 1)
+    tokens, adapters = [root], [of_request]
     if depth > 1:
         tokens.append(noise(g, g.column(wide, 1, depth), g.adapters.vocab_size))
-        through = g.call(aten.full_like.default, own, number)
-        adapters.append(g.call(aten.expand.default, through, [batch, depth - 1]))
+        of_noise = g.call(aten.full_like.default, of_request, number)
+        adapters.append(g.call(aten.expand.default, of_noise, [batch, depth - 1]))
     states = []
     if TARGET in g.stateful:
         places = g.column(g[STATES], 0, 1)

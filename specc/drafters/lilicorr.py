@@ -140,7 +140,7 @@ class LiLiCorrDraft(BlockDraft):
         chosen = logits[rows].sort(dim=1, descending=True, stable=True).indices
         chosen, relative = chosen[:, : self.candidates], self.constants(0)[f"{self.name}_relative"]
         vectors = vectors_of(
-            lambda operator, *given, **named: operator(*given, **named),
+            lambda operator, *args, **kwargs: operator(*args, **kwargs),
             self,
             weights.__getitem__,
             logits[rows],
@@ -149,16 +149,16 @@ class LiLiCorrDraft(BlockDraft):
             chosen,
             relative.to(logits.device),
         )
-        found = torch.full_like(logits[: len(tokens)], -torch.inf)
+        scores = torch.full_like(logits[: len(tokens)], -torch.inf)
         for depth, token in enumerate(tokens):
             first, source = depth * self.candidates, vectors.start[0]
             if depth:
                 place = int((chosen[depth - 1] == token).int().argmax())
                 source = vectors.left[0, first - self.candidates + place]
-            own = self.scale * (vectors.right[0, first : first + self.candidates] @ source)
+            row = self.scale * (vectors.right[0, first : first + self.candidates] @ source)
             known = logits[depth, chosen[depth]] > -torch.inf
-            found[depth, chosen[depth]] = own.where(known, -torch.inf)
-        return found
+            scores[depth, chosen[depth]] = row.where(known, -torch.inf)
+        return scores
 
     def describe(self) -> str:
         pass_, mask, *_ = super().describe().split(";")
@@ -233,10 +233,10 @@ class _Transformer:
         if has_context is not None:
             anchor = call(aten.where.ScalarOther, has_context, anchor, 0)
         anchor = self._norm("anchor_norm", anchor)
-        beside = call(aten.unsqueeze.default, anchor, 1)
-        beside = call(aten.expand.default, beside, [-1, self._slots * self._count, -1])
-        both = call(aten.cat.default, [x, beside, call(aten.mul.Tensor, x, beside)], 2)
-        z = call(aten.silu.default, self._linear("factor_input_proj", both))
+        anchors = call(aten.unsqueeze.default, anchor, 1)
+        anchors = call(aten.expand.default, anchors, [-1, self._slots * self._count, -1])
+        joint = call(aten.cat.default, [x, anchors, call(aten.mul.Tensor, x, anchors)], 2)
+        z = call(aten.silu.default, self._linear("factor_input_proj", joint))
         left, right = (self._unit(self._linear(f"{side}_head", z)) for side in ("out", "in"))
         return Vectors(self._unit(self._linear("anchor_out_head", anchor)), left, right)
 
@@ -255,21 +255,21 @@ class _Transformer:
             )
             for row in range(2)
         )
-        features = [odds, call(aten.exp.default, odds), call(aten.sub.Tensor, odds, best)]
-        features = [self._by_sequence(x, self._count) for x in (*features, ranks, tops)]
-        told = call(aten.stack.default, features, 2)
+        columns = [odds, call(aten.exp.default, odds), call(aten.sub.Tensor, odds, best)]
+        columns = [self._by_sequence(x, self._count) for x in (*columns, ranks, tops)]
+        features = call(aten.stack.default, columns, 2)
         norm = (self._of(f"feature_norm.{part}") for part in ("weight", "bias"))
-        told = call(aten.layer_norm.default, told, [FEATURES], *norm, FEATURE_EPS)
+        features = call(aten.layer_norm.default, features, [FEATURES], *norm, FEATURE_EPS)
         ids = self._by_sequence(chosen, self._count)
         tokens = call(aten.embedding.default, self._weights(EMBEDDING), ids)
         if not self._draft.is_as_wide:
             tokens = self._linear("token_proj", tokens)
         x = self._add(tokens, self._rows(hidden))
-        x = self._add(x, self._mlp("feature_mlp", told))
+        x = self._add(x, self._mlp("feature_mlp", features))
         for name in ("slot_embedding", "rank_embedding"):
             sizes = [1, 1, self._slots, self._count, self._width]
-            own = call(aten.expand.default, self._of(name), sizes)
-            x = self._add(x, call(aten.reshape.default, own, [-1, self._width]))
+            embedding = call(aten.expand.default, self._of(name), sizes)
+            x = self._add(x, call(aten.reshape.default, embedding, [-1, self._width]))
         return x
 
     def _by_sequence(self, x: Any, columns: int) -> Any:
@@ -340,8 +340,8 @@ class _Transformer:
         return self._call(aten.linear.default, x, weight, bias)
 
     def _norm(self, name: str, x: Any) -> Any:
-        given = (x, [self._width], self._of(f"{name}.weight"), self._draft.norm_eps)
-        return self._call(aten.rms_norm.default, *given)
+        weight, eps = self._of(f"{name}.weight"), self._draft.norm_eps
+        return self._call(aten.rms_norm.default, x, [self._width], weight, eps)
 
     def _add(self, x: Any, y: Any) -> Any:
         return self._call(aten.add.Tensor, x, y)

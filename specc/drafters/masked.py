@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -79,3 +80,35 @@ class MaskedPass(OnePass):
             table,
             self.logit_places(before, depth),
         ]
+
+
+@dataclass(frozen=True)
+class CausalMasks(MaskedPass):
+    """The newest token proposes the one after it, mask m the one after that, and so on.
+
+    No row depends on those after it: a pass has as many masks as its tree needs, and `size` is how
+    deep a tree may be.
+    """
+
+    reads_tokens = True
+    from_anchor: bool = True
+    is_causal: bool = True
+
+    @property
+    def is_possible(self) -> bool:
+        return self.is_plain(self.facts.kind)
+
+    @property
+    def rows_ahead(self) -> int:
+        """The newest token is read as those before it are, and its row stays."""
+        return 1
+
+    def num_written(self, depth: int) -> int:
+        return depth
+
+    def describe(self) -> str:
+        """For people."""
+        return (
+            "masks after the newest token propose all levels of a tree in one pass; mask token"
+            f" {self.mask_token_id}"
+        )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specc.drafters.eagle3 import FACTS as EAGLE3
 from specc.drafters.facts import Passes
-from specc.drafters.masked import MaskedPass
+from specc.drafters.masked import CausalMasks
 
 FACTS = replace(
     EAGLE3,
@@ -24,32 +24,14 @@ FACTS = replace(
 
 
 @dataclass(frozen=True)
-class PeagleDraft(MaskedPass):
+class PeagleDraft(CausalMasks):
     """A row pairs the target's hidden states of a token with the next token, as of EAGLE-3; masks
     after the newest one read a vector of their own in place of hidden states.
-
-    No row depends on those after it: a pass has as many masks as its tree needs, and `size` is
-    how deep a tree may be.
     """
 
     facts = FACTS
-    reads_tokens = True
     rows_behind = 1
-    from_anchor: bool = True
-    is_causal: bool = True
     kind: str = FACTS.kind
-
-    @property
-    def is_possible(self) -> bool:
-        return self.is_plain(FACTS.kind)
-
-    @property
-    def rows_ahead(self) -> int:
-        """The root is the last of the tokens that it has read, one more than its rows."""
-        return 1
-
-    def num_written(self, depth: int) -> int:
-        return depth
 
     def num_tapped(self, depth: int, catch_up: int) -> int:
         """Of the context, and of the row of the root."""
@@ -64,9 +46,3 @@ class PeagleDraft(MaskedPass):
         tapped = slots.clone()
         tapped[len(tokens) :] = -1
         return [*given, torch.stack([tapped, torch.full_like(tapped, -1)], 1)]
-
-    def describe(self) -> str:
-        return (
-            "masks after the newest token propose all levels of a tree in one pass; mask token"
-            f" {self.mask_token_id}"
-        )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 # of parameters that have a row for each token
-_OF_TOKENS = ("embed", "lm_head", "markov")
+_OF_TOKENS = ("embed", "lm_head", "markov", "codebook")
 
 
 class Optimizer:

@@ -1,8 +1,9 @@
-"""Ten schemes that look like speculative sampling and change the distribution.
+"""Schemes that look like speculative sampling and change the distribution.
 
 Each misuses the operators in one way, and stands beside the lossless form of the same tree: the
 statistic has to refuse the one and pass the other. Trees have one level, so that nothing but the
-scheme is at work, where it is one of a level.
+scheme is at work, where it is one of a level. The last five are what drafters with conditional
+scores, estimates of acceptance, iterated proposals and random inputs may get wrong.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specc.kernels.reference.processing import process_reference
+from specc.kernels.reference.sampling import gumbel_reference
 from specc.passes.step import draft_budget
 from specc.sampling.rows import Rule, Value, Word
 from specc.speculation.tree import TokenTree
@@ -165,6 +167,76 @@ def _by_tokens(operators: Any, world: World, state: State, is_wrong: bool) -> Pr
         return budget_tree(operators, world.drafts[0], _SHARED, state)
 
 
+def _of_root(table: Tensor, state: State) -> Tensor:
+    """[B, V] of a draft after the root."""
+    return table[state.last_tokens[:, -2], state.last_tokens[:, -1]]
+
+
+def _scored(operators: Any, state: State, logits: Tensor, told: Tensor, width: int) -> Proposals:
+    """Children of the root, drawn from logits [B, V], and verified as if from others."""
+    tree = TokenTree.from_widths((width,))
+    part = draft_tree(operators, logits, tree, state, after=lambda tokens, depth: logits[:, None])
+    return alone(replace(part, draft_logits=[told]), 1)
+
+
+def _candidates(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """The best tokens of a row alone may follow, verified as if all might."""
+    logits = _of_root(world.drafts[0], state)
+    chosen = logits.sort(dim=1, descending=True, stable=True).indices[:, :3]
+    own = torch.full_like(logits, -torch.inf).scatter(1, chosen, logits.gather(1, chosen))
+    return _scored(operators, state, own, logits if is_wrong else own, 2)
+
+
+def _backbone(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """Drawn by what the token before adds to a row, verified as if by the row alone."""
+    row = _of_root(world.drafts[0], state)
+    added = world.drafts[1][0][state.last_tokens[:, -1]]
+    return _scored(operators, state, row + added, row if is_wrong else row + added, 2)
+
+
+def _stale(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """Iterated proposals (Jacobi): the second token was drawn after what an earlier pass had in
+    the first place, and is verified as if after the first token of the path in hand.
+    """
+    table, root = world.drafts[0], state.last_tokens[:, -1:]
+    # of a pass that knows no token of the block, with the noise of the same place
+    guess = draft_tree(
+        operators, table, TokenTree.chain(1), state,
+        after=lambda tokens, depth: _of_root(table, state).roll(1, dims=1)[:, None],
+    )  # fmt: skip
+    before = guess.tokens[:, 1:]
+
+    def after(tokens: Tensor, depth: int) -> Tensor:
+        if not depth:
+            return _of_root(table, state)[:, None]
+        return table[root, before if is_wrong else tokens]
+
+    part = draft_tree(operators, table, TokenTree.chain(2), state, after=after)
+    told = [part.draft_logits[0], table[root[:, 0], part.tokens[:, 1]]]
+    return alone(replace(part, draft_logits=told), 2)
+
+
+def _sure(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """A child is left out where the draft is not sure: of the child, or of any token at all."""
+    part = _star(operators, world, state, 1)
+    sure = _confidence(part, state)
+    if not is_wrong:
+        scores = process_reference(part.draft_logits[0], state.values, state.words)
+        sure = scores.softmax(dim=1).amax(dim=1, keepdim=True)
+    is_dropped = torch.cat([torch.zeros_like(sure, dtype=torch.bool), sure < 0.4], dim=1)
+    return _dropped(alone(part, 1), is_dropped)
+
+
+def _random_input(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
+    """A draft that reads a random token, drawn by the noise that verification draws with."""
+    seed, place = state.words[:, Word.SEED, None], state.cache_len[:, None] + 1
+    ids = torch.arange(world.target.shape[-1])
+    seed = seed if is_wrong else seed + (1 << 40)
+    read = gumbel_reference(seed, place, ids).argmax(dim=1)
+    logits = _of_root(world.drafts[0], state) + 2 * world.drafts[1][0][read]
+    return _scored(operators, state, logits, logits, 2)
+
+
 SCHEMES = {
     "top-k-with-softmax-q": Scheme(_most_likely),
     "iid-sorted-by-q": Scheme(_sorted),
@@ -176,4 +248,10 @@ SCHEMES = {
     "q-at-another-temperature": Scheme(_other_temperature),
     "budget-by-drawn-tokens": Scheme(_by_tokens, is_deep=True),
     "budget-by-drawn-tokens-swor": Scheme(_by_tokens, Rule.SWOR, is_deep=True),
+    "candidates-with-q-of-all": Scheme(_candidates),
+    "candidates-with-q-of-all-swor": Scheme(_candidates, Rule.SWOR),
+    "score-with-q-of-the-row": Scheme(_backbone),
+    "iterated-with-stale-q": Scheme(_stale, is_deep=True),
+    "left-out-by-what-was-drawn": Scheme(_sure),
+    "random-input-of-verification": Scheme(_random_input),
 }

@@ -33,7 +33,7 @@ def fit_draft(
       specc fit-draft T/ --kind eagle3 --texts docs/ -o head/
       specc fit-draft T/ --kind eagle3 --texts chats.jsonl --minutes 120 --device cuda -o head/
       specc fit-draft model.gguf --kind eagle3 --texts docs/ --prompts prompts.jsonl -o head/
-      specc fit-draft T/ --kind block --texts docs/ --num-speculative-tokens 7 -o drafter/
+      specc fit-draft T/ --kind dflash2 --texts docs/ --num-speculative-tokens 7 -o drafter/
       specc fit-draft T/ --kind eagle3 --texts docs/ -o head/ --resume
     """  # noqa: D301
     from specc.cli.fit_draft import run_fit

@@ -1,9 +1,10 @@
-"""A block drafter (DSpark) as a module to train, and its checkpoint as deepseek-ai/DeepSpec has it.
+"""Block drafters as modules to train, and their checkpoints as they are published.
 
-A block is the anchor, the newest token, and masks after it; row k predicts token k + 1 after the
-anchor. Its rows see each other, and of the tokens before the anchor what each layer makes of their
-hidden states in the target. What is added to the logits of row k follows from the token before the
-one that it predicts, by a product of low rank (arXiv:2602.06036; deepspec/modeling/dspark).
+A block is the anchor, the newest token, and masks after it. Row k predicts token k + 1 after the
+anchor or, where the anchor's row predicts nothing, token k. Its rows see each other, and of the
+tokens before the anchor what each layer makes of their hidden states in the target (DFlash,
+arXiv:2602.06036). What the token before the one that a row predicts changes is a score
+(`block_scores.py`); files are those of z-lab/dflash, of deepseek-ai/DeepSpec for DSpark.
 """
 
 from __future__ import annotations
@@ -23,11 +24,33 @@ from transformers.models.qwen3.modeling_qwen3 import (
     repeat_kv,
 )
 
+from specc.fit.drafters.block_scores import (
+    LILICORR,
+    MARGINAL,
+    MARKOV,
+    SELECTOR,
+    BlockConv,
+    MarkovHead,
+    PairTransformer,
+    Selector,
+)
 from specc.fit.drafters.draft_files import save_draft
 from specc.fit.drafters.fitter import LayerShape
 from specc.fit.target import Sizes
 
 Rotation = tuple[Tensor, Tensor]
+_CLASSES = {
+    MARGINAL: "DFlashDraftModel",
+    MARKOV: "Qwen3DSparkModel",
+    SELECTOR: "DFlash2DraftModel",
+    LILICORR: "LiLiCorrDraftModel",
+}
+# of DFlash 2's convolutions: rows, and channels that share a factor
+_CONV_ROWS, _CONV_GROUP = 2, 16
+# of LiLiCorr's transformer: columns, layers, heads, and columns of the middle of MLPs for each
+_INNER, _LAYERS, _HEADS, _RATIO = 64, 2, 4, 2.0
+# rows whose logits are in memory at once
+_ROWS = 256
 
 
 class BlockDrafter(nn.Module):
@@ -40,7 +63,10 @@ class BlockDrafter(nn.Module):
         num_taps: A, hidden states of the target that it reads.
         block_size: B.
         mask_token_id: what stands for tokens that are not known.
-        rank: r, of what is added to logits.
+        rank: r, of the score's products.
+        score: of `SCORES`.
+        from_anchor: the anchor's row predicts the token after it.
+        candidates: K, of scores of the best tokens of a row.
     """
 
     embedding: Tensor
@@ -55,35 +81,58 @@ class BlockDrafter(nn.Module):
         block_size: int,
         mask_token_id: int,
         rank: int,
+        score: str = MARKOV,
+        from_anchor: bool = True,
+        candidates: int = 0,
     ) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.config, self.num_taps = config, num_taps
+        self.score, self.from_anchor = score, from_anchor
+        self.candidates = candidates if score in (SELECTOR, LILICORR) else 0
         self.block_size, self.mask_token_id = block_size, mask_token_id
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("output", output, persistent=False)
         self.fc = nn.Linear(num_taps * width, width, bias=False)
         self.hidden_norm = Qwen3RMSNorm(width, eps)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            _Layer(config, score == SELECTOR) for _ in range(config.num_hidden_layers)
+        )
         self.norm = Qwen3RMSNorm(width, eps)
-        self.markov_head = _MarkovHead(config.vocab_size, rank)
+        if score == MARKOV:
+            self.markov_head = MarkovHead(config.vocab_size, rank)
+        elif score == SELECTOR:
+            self.candidate_selector = Selector(config.vocab_size, width, rank)
+        elif score == LILICORR:
+            sizes = self.num_proposed, candidates, _LAYERS, _HEADS, _RATIO
+            self.lilicorr = PairTransformer(width, _INNER, *sizes, rank, eps)
         self.rotary = Qwen3RotaryEmbedding(config)
 
+    @property
+    def num_proposed(self) -> int:
+        """P, tokens that a block predicts."""
+        return self.block_size - (not self.from_anchor)
+
+    def context(self, taps: Tensor) -> Tensor:
+        """[..., d] that layers read of the target's hidden states [..., A · d]."""
+        found: Tensor = self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
+        return found
+
     def forward(self, taps: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """What rows of blocks know, after the last norm.
+        """What rows of blocks that predict know, after the last norm.
 
         Args:
             taps: [rows, T, A · d], the target's hidden states at all tokens of texts.
             tokens: [rows, T] int64.
             anchors: [rows, n] int64, places of the first tokens of blocks.
         Returns:
-            [rows, n, B, d]; `join` makes of them what `scores` reads.
+            [rows, n, P, d].
         """
         size, (rows, count) = self.block_size, anchors.shape
         ids = tokens.new_full((rows, count, size), self.mask_token_id)
         ids[..., 0] = tokens.gather(1, anchors)
         x = self.embedding[ids].float().flatten(1, 2)
-        context = self.hidden_norm(self.fc(taps.to(x.dtype)))
+        context = self.context(taps)
         places = anchors[..., None] + torch.arange(size, device=anchors.device)
         length = torch.arange(taps.shape[1], device=anchors.device)
         # of the tokens before the anchor alone
@@ -91,39 +140,85 @@ class BlockDrafter(nn.Module):
         before, own = self.rotary(x, length[None]), self.rotary(x, places.flatten(1))
         for layer in self.layers:
             x = layer(x, context, hidden[:, None], (before, own), size)
-        return self.norm(x).view(rows, count, size, -1)
+        found: Tensor = self.norm(x).view(rows, count, size, -1)
+        return found[:, :, size - self.num_proposed :]
 
     def join(self, known: Tensor, previous: Tensor) -> Tensor:
         """[..., d + r]: rows, and what is known of the token before the one that each predicts.
+
+        Without a score of all tokens, rows alone.
 
         Args:
             known: [..., d].
             previous: [...] int64.
         """
+        if self.score != MARKOV:
+            return known
         return torch.cat([known, self.markov_head.markov_w1(previous).to(known.dtype)], -1)
 
     def head(self) -> Tensor:
         """[V, d + r], which `join` is multiplied with."""
+        if self.score != MARKOV:
+            return self.output.float()
         return torch.cat([self.output.float(), self.markov_head.markov_w2.weight], -1)
 
+    @torch.no_grad()
+    def best(self, known: Tensor, is_exact: bool = False) -> tuple[Tensor, Tensor]:
+        """Candidates [..., K] of rows [..., d], the best first, and the log-sum-exp of all logits,
+        [..., 1].
 
-class _MarkovHead(nn.Module):
-    def __init__(self, vocab_size: int, rank: int) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
-        # nothing is added at first
-        nn.init.zeros_(self.markov_w2.weight)
+        Args:
+            is_exact: products in float32, not in bfloat16.
+        """
+        dtype = torch.float32 if is_exact else torch.bfloat16
+        matrix, found, sums = self.output.to(dtype), [], []
+        for part in known.flatten(0, -2).split(_ROWS):
+            logits = (part.to(dtype) @ matrix.T).float()
+            found.append(logits.topk(self.candidates, -1).indices)
+            sums.append(logits.logsumexp(-1, keepdim=True))
+        shape = known.shape[:-1]
+        return torch.cat(found).view(*shape, -1), torch.cat(sums).view(*shape, 1)
+
+    def among(
+        self, known: Tensor, previous: Tensor, chosen: Tensor, sums: Tensor, context: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [n, P, K] of candidates after the tokens before, and where there are any.
+
+        Args:
+            known: [n, P, d] of blocks.
+            previous: [n, P] int64, the token before the one that each row predicts.
+            chosen: [n, P, K] int64.
+            sums: [n, P, 1], see `best`.
+            context: [n, d] of the last token before each anchor.
+        Returns:
+            logits, and [n, P] bool: LiLiCorr has none after a token that is no candidate of its
+            row, nor in the rows after it.
+        """
+        base = (known[..., None, :] * self.output[chosen]).sum(-1)
+        if self.score == SELECTOR:
+            found: Tensor = self.candidate_selector(base, known, previous, chosen)
+            return found, torch.ones_like(previous, dtype=torch.bool)
+        tokens = self.embedding[chosen].float()
+        first, pairs = self.lilicorr(tokens, base - sums, known, context)
+        is_it = chosen[:, :-1] == previous[:, 1:, None]
+        own = (pairs * is_it[..., None]).sum(2)
+        there = torch.cat([torch.ones_like(is_it[:, :1, 0]), is_it.any(-1)], 1)
+        return torch.cat([first[:, None], own], 1), there.cumprod(1).bool()
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, has_conv: bool) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = Qwen3RMSNorm(width, eps)
         self.self_attn = _Attention(config)
         self.post_attention_layernorm = Qwen3RMSNorm(width, eps)
         self.mlp = Qwen3MLP(config)
+        self.has_conv = has_conv
+        if has_conv:
+            group = next(n for n in range(_CONV_GROUP, 0, -1) if width % n == 0)
+            self.attention_conv = BlockConv(width, _CONV_ROWS, group)
+            self.mlp_conv = BlockConv(width, _CONV_ROWS, group)
 
     def forward(
         self,
@@ -133,8 +228,17 @@ class _Layer(nn.Module):
         rotations: tuple[Rotation, Rotation],
         size: int,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, hidden, rotations, size)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed = self.input_layernorm(x)
+        if not self.has_conv:
+            x = x + self.self_attn(normed, context, hidden, rotations, size)
+            return x + self.mlp(self.post_attention_layernorm(x))
+        # one kernel goes around a part: it is made of what the part reads
+        conv, factors = self.attention_conv, self.attention_conv.factors(normed)
+        normed = conv(normed, factors, size, 0)
+        x = x + conv(self.self_attn(normed, context, hidden, rotations, size), factors, size, 1)
+        normed = self.post_attention_layernorm(x)
+        conv, factors = self.mlp_conv, self.mlp_conv.factors(normed)
+        return x + conv(self.mlp(conv(normed, factors, size, 0)), factors, size, 1)
 
 
 class _Attention(nn.Module):
@@ -202,6 +306,7 @@ def build_drafter(
     block_size: int,
     mask_token_id: int,
     rank: int,
+    **others: Any,
 ) -> BlockDrafter:
     """A drafter for a target, as wide as it, with random layers.
 
@@ -214,11 +319,12 @@ def build_drafter(
         block_size: B.
         mask_token_id: see `BlockDrafter`.
         rank: r.
+        others: further arguments of `BlockDrafter`.
     """
     fields = shape.fields(sizes, trained_length) | {"num_hidden_layers": num_layers}
     config = Qwen3Config(**fields)
     ends = sizes.embedding, sizes.output
-    drafter = BlockDrafter(config, *ends, num_taps, block_size, mask_token_id, rank)
+    drafter = BlockDrafter(config, *ends, num_taps, block_size, mask_token_id, rank, **others)
     return drafter.to(sizes.embedding.device)
 
 
@@ -235,17 +341,40 @@ def save_drafter(
         num_target_layers: n.
         directory: is made where there is none.
     """
-    config = {
-        "architectures": ["Qwen3DSparkModel"],
-        "model_type": "qwen3",
-        "layer_types": drafter.config.layer_types,
-        "block_size": drafter.block_size,
+    own = {
         "mask_token_id": drafter.mask_token_id,
         # of layers, after which hidden states are read
         "target_layer_ids": [boundary - 1 for boundary in boundaries],
-        "num_target_layers": num_target_layers,
-        "markov_head_type": "vanilla",
-        "markov_rank": drafter.markov_head.markov_w1.embedding_dim,
-        "enable_confidence_head": False,
     }
+    config: dict[str, Any] = {
+        "architectures": [_CLASSES[drafter.score]],
+        "model_type": "qwen3",
+        "layer_types": drafter.config.layer_types,
+        "block_size": drafter.block_size,
+        "num_target_layers": num_target_layers,
+    }
+    if drafter.score == MARKOV:
+        config |= {
+            **own,
+            "markov_head_type": "vanilla",
+            "markov_rank": drafter.markov_head.markov_w1.embedding_dim,
+            "enable_confidence_head": False,
+        }
+        # what is not as readers take it for granted
+        config |= {} if drafter.from_anchor else {"sample_from_anchor": False}
+    else:
+        config["dflash_config"] = own | _keys(drafter)
     save_draft(drafter, drafter.config, config, directory)
+
+
+def _keys(drafter: BlockDrafter) -> dict[str, Any]:
+    """Of `dflash_config`, beside those of DFlash 1."""
+    if drafter.score == SELECTOR:
+        conv: Any = drafter.layers[0].attention_conv
+        return {
+            "conv_kernel_size": conv.taps,
+            "conv_group_size": conv.group,
+            "selector_rank": drafter.candidate_selector.hidden_projection.out_features,
+            "selector_top_k": drafter.candidates,
+        }
+    return drafter.lilicorr.keys() if drafter.score == LILICORR else {}

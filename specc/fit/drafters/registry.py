@@ -7,13 +7,16 @@ from importlib import import_module
 from specc.errors import ConfigError
 from specc.fit.drafters.fitter import Fitter
 
-# name → module and class
-_KINDS = {
-    "eagle3": ("eagle3", "EagleFitter"),
-    "block": ("block", "BlockFitter"),
+# name → module, class, and what it is told beside the depth
+_KINDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "eagle3": ("eagle3", "EagleFitter", ()),
+    "block": ("block", "BlockFitter", ("markov",)),
+    "dflash": ("block", "BlockFitter", ("marginal",)),
+    "dflash2": ("block", "BlockFitter", ("selector",)),
+    "lilicorr": ("block", "BlockFitter", ("lilicorr",)),
 }
 # that specc reads, and trainers elsewhere make
-_OTHERS = ("dflash2", "dflash", "medusa", "hydra", "mtp", "pard", "peagle")
+_OTHERS = ("medusa", "hydra", "mtp", "pard", "peagle")
 
 
 def fitter_of(kind: str, depth: int) -> Fitter:
@@ -32,8 +35,8 @@ def fitter_of(kind: str, depth: int) -> Fitter:
             " or ".join(_KINDS),
             f"pass --kind {next(iter(_KINDS))}",
         )
-    module, name = _KINDS[kind]
-    found: Fitter = getattr(import_module(f"specc.fit.drafters.{module}"), name)(depth)
+    module, name, given = _KINDS[kind]
+    found: Fitter = getattr(import_module(f"specc.fit.drafters.{module}"), name)(depth, *given)
     return found
 
 

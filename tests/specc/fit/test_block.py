@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from specc.fit.chains import Chains
-from specc.fit.drafters.block import BlockFitter, Goal, draw_anchors, hits, losses
+from specc.fit.drafters.block import (
+    BlockFitter,
+    Goal,
+    candidate_losses,
+    draw_anchors,
+    hits,
+    losses,
+)
 from specc.fit.drafters.block_drafter import BlockDrafter, build_drafter, save_drafter
+from specc.fit.drafters.block_scores import LILICORR, MARGINAL, MARKOV, SELECTOR
 from specc.fit.drafters.fitter import LayerShape
 from specc.fit.optimizer import Schedule
 from specc.fit.target import Target
@@ -23,8 +33,9 @@ from tests.block_heads import MASK, BlockCase
 from tests.block_reference import BlockReference
 from tests.fitting import BOUNDARIES, check_walk, read, tiny_target, written
 from tests.heads import HEADS, KV_HEADS, LAYERS, VOCAB, WIDTH
+from tests.lilicorr_reference import LiLiCorrCase
 
-SIZE, RANK, HEAD_DIM = 4, 5, 8
+SIZE, RANK, HEAD_DIM, CANDIDATES = 4, 5, 8, 6
 CASE = BlockCase(
     "DeepSpec",
     size=SIZE,
@@ -34,6 +45,24 @@ CASE = BlockCase(
     kind="dspark",
     rank=RANK,
 )
+# drafters whose masks propose a token each
+_MASKED = replace(CASE, layout="z-lab", from_anchor=False, kind="dflash", rank=0)
+CASES = {
+    MARKOV: CASE,
+    "markov, of masks": replace(CASE, from_anchor=False),
+    MARGINAL: _MASKED,
+    SELECTOR: replace(
+        _MASKED,
+        kind="dflash2",
+        rank=RANK,
+        bias_kind="selector",
+        candidates=CANDIDATES,
+        conv=(2, 16),
+    ),
+    LILICORR: replace(
+        _MASKED, kind="lilicorr", lilicorr=LiLiCorrCase(64, 2, 4, 2.0, RANK, CANDIDATES, 10.0)
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,42 +70,71 @@ def target() -> Target:
     return tiny_target()
 
 
-def built(target: Target) -> BlockDrafter:
+def built(target: Target, score: str = MARKOV, from_anchor: bool = True) -> BlockDrafter:
     """A drafter of which no part goes unnoticed."""
+    others = {"score": score, "from_anchor": from_anchor, "candidates": CANDIDATES}
     torch.manual_seed(3)
     shape = LayerShape(WIDTH, 40, HEADS, KV_HEADS, HEAD_DIM)
-    drafter = build_drafter(target.sizes, len(BOUNDARIES), 2, shape, 64, SIZE, MASK, RANK)
+    drafter = build_drafter(target.sizes, len(BOUNDARIES), 2, shape, 64, SIZE, MASK, RANK, **others)
     with torch.no_grad():
         for name, value in drafter.named_parameters():
             drawn = 1 + 0.4 * torch.randn_like(value) if value.ndim == 1 else value
-            drawn = torch.randn_like(value) if "markov" in name else drawn
+            is_zero = any(part in name for part in ("markov", "codebook", "kernel", "slot"))
+            drawn = torch.randn_like(value) if is_zero else drawn
             # as it is saved
             value.copy_(drawn.bfloat16().float())
     return drafter
 
 
 @torch.no_grad()
-def test_rows_of_a_checkpoint_are_what_a_step_computes(target: Target, tmp_path: Path) -> None:
-    drafter, tokens = built(target), torch.randint(VOCAB, (2, 11))
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_a_checkpoint_are_what_a_step_computes(
+    target: Target, tmp_path: Path, name: str
+) -> None:
+    case = CASES[name]
+    drafter = built(target, name.partition(",")[0], case.from_anchor)
+    tokens = torch.randint(VOCAB, (2, 11))
     texts = read(target, tokens, 4, is_exact=True)
     anchors = torch.tensor([[1, 5, 7], [2, 3, 6]])
     save_drafter(drafter, BOUNDARIES, LAYERS, tmp_path)
     spec: Any = recognise(tmp_path, TargetFacts("target", WIDTH, LAYERS, VOCAB))
-    assert (spec.kind, spec.layout, spec.boundaries) == ("dspark", "DeepSpec", BOUNDARIES)
+    layout = "z-lab" if case.layout == "z-lab" else "DeepSpec"
+    assert (spec.kind, spec.layout, spec.boundaries) == (case.kind, layout, BOUNDARIES)
     assert (spec.shared, spec.warnings) == ((EMBEDDING, HEAD), ())
-    assert (spec.block.size, spec.block.from_anchor, spec.rank) == (SIZE, True, RANK)
+    assert (spec.block.size, spec.block.from_anchor) == (SIZE, case.from_anchor)
+    assert (spec.rank, spec.block.is_causal) == (case.rank, False)
     tensors = {key: x.float() for key, x in load_file(tmp_path / "model.safetensors").items()}
     ends = [target.sizes.embedding] * 2
-    reference = BlockReference(CASE, tensors, *ends)
-    known, matrix = drafter(texts.taps, tokens, anchors), drafter.head()
+    reference = BlockReference(case, tensors, *ends)
+    known = drafter(texts.taps, tokens, anchors)
+    compared = 0
     for row, taps in enumerate(texts.taps):
         for place, anchor in enumerate(anchors[row].tolist()):
-            own = tokens[row, anchor : anchor + SIZE]
-            found = drafter.join(known[row, place], own) @ matrix.T
-            for k in range(SIZE):
+            own = tokens[row, anchor : anchor + drafter.num_proposed]
+            rows = known[row, place]
+            if drafter.candidates:
+                # what LiLiCorr says comes after candidates alone
+                chosen, _ = drafter.best(rows, is_exact=True)
+                own = torch.cat([own[:1], chosen[:-1, 2]]) if name == LILICORR else own
+            found = logits_of(drafter, rows, own, taps[anchor - 1])
+            for k in range(drafter.num_proposed):
                 path = own[1 : k + 1].tolist()
                 wanted = reference.after(taps[:anchor], int(own[0]), path)
                 torch.testing.assert_close(found[k], wanted, rtol=1e-4, atol=1e-4)
+                compared += 1
+    assert compared == 6 * drafter.num_proposed
+
+
+def logits_of(drafter: BlockDrafter, known: Tensor, previous: Tensor, tap: Tensor) -> Tensor:
+    """[P, V] of the rows of a block."""
+    if not drafter.candidates:
+        return drafter.join(known, previous) @ drafter.head().T
+    chosen, sums = drafter.best(known[None], is_exact=True)
+    context = drafter.context(tap[None])
+    logits, there = drafter.among(known[None], previous[None], chosen, sums, context)
+    assert there.all()
+    found = torch.full((len(known), drafter.config.vocab_size), -torch.inf)
+    return found.scatter(1, chosen[0], logits[0])
 
 
 @pytest.mark.parametrize("is_greedy", [True, False])
@@ -115,18 +173,62 @@ def test_loss_is_the_divergence_by_its_formula(target: Target, is_greedy: bool) 
     assert total.item() == pytest.approx(expected, rel=0.02)
 
 
-def test_blocks_of_short_rows_end_where_the_row_does(target: Target) -> None:
+@pytest.mark.parametrize("score", [SELECTOR, LILICORR])
+def test_scores_of_candidates_learn_what_is_likely_among_them(target: Target, score: str) -> None:
+    drafter, tokens = built(target, score, from_anchor=False), torch.randint(VOCAB, (2, 14))
+    texts, goal = read(target, tokens, 6, is_greedy=True), Goal(3, 0.5, 0.7, 0.25)
+    anchors = torch.tensor([[6, 8, 11], [7, 9, 10]])
+    with torch.no_grad():
+        known = drafter(texts.taps, tokens, anchors)
+        total, agreed = candidate_losses(drafter, known, texts, anchors, goal)
+        expected, missing = 0.0, 0
+        weights, there = torch.ones(2, 3), torch.ones(2, 3)
+        for k in range(SIZE - 1):
+            nats, hits = torch.zeros(2, 3), torch.zeros(2, 3)
+            for row, place in ((r, p) for r in range(2) for p in range(3)):
+                rows, anchor = known[row, place], int(anchors[row, place])
+                chosen, sums = drafter.best(rows[None])
+                first = texts.ids[row, anchor : anchor + SIZE - 1, 0].long()
+                for depth in range(SIZE - 1):
+                    if first[depth] not in chosen[0, depth]:
+                        chosen[0, depth, -1] = first[depth]
+                        missing += 1
+                own = tokens[row, anchor : anchor + SIZE - 1]
+                context = drafter.context(texts.taps[row, anchor - 1][None])
+                scores = drafter.among(rows[None], own[None], chosen, sums, context)[0][0, k]
+                goals = torch.zeros(VOCAB)
+                goals[texts.ids[row, anchor + k].long()] = texts.odds[row, anchor + k].float()
+                goals[first[k]] += 0.7
+                goals = goals[chosen[0, k]] / goals[chosen[0, k]].sum()
+                nats[row, place] = -(goals * scores.log_softmax(0)).sum()
+                hits[row, place] = float(chosen[0, k, scores.argmax()] == first[k])
+                if k and score == LILICORR:
+                    there[row, place] *= float(own[k] in chosen[0, k - 1])
+            shares = weights * there
+            expected += 0.5**k * float((shares * nats).sum() / shares.sum().clamp_min(1e-6))
+            # of products in bfloat16, one of them may go the other way
+            assert agreed[k] == pytest.approx(
+                float((hits * there).sum() / there.sum().clamp_min(1)), abs=0.2
+            )
+            weights = torch.where(hits.bool(), weights, 0.25 * torch.ones(()))
+    assert missing
+    assert total.item() == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("score", [MARKOV, SELECTOR])
+def test_blocks_of_short_rows_end_where_the_row_does(target: Target, score: str) -> None:
     """Rows that are shorter than a block teach what they have."""
-    drafter, tokens = built(target), torch.randint(VOCAB, (2, 12))
+    tokens = torch.randint(VOCAB, (2, 12))
+    drafter = built(target, score, from_anchor=score == MARKOV)
     begins, ends = torch.tensor([4, 5]), torch.tensor([12, 7])
     texts = target.read(tokens, BOUNDARIES, begins, ends, False)
     anchors = draw_anchors(texts, SIZE, 6, torch.Generator().manual_seed(2))
     assert anchors[1].tolist() == [5] * 6
-    parts = losses(drafter, texts, anchors, Goal())[1]
+    found = losses(drafter, texts, anchors, Goal())
     others = tokens.clone()
     others[1, 7:] = 9
     again = losses(drafter, target.read(others, BOUNDARIES, begins, ends, False), anchors, Goal())
-    torch.testing.assert_close(again[1], parts)
+    torch.testing.assert_close(again, found)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from specc.compiler.build import build
 from specc.config import CompileConfig
 from specc.fit import run, trainer, training_data
+from specc.fit.drafters.block import BlockFitter
 from specc.fit.drafters.eagle3 import EagleFitter
 from specc.fit.options import FitOptions
 from specc.fit.run import fit_draft
@@ -47,6 +48,7 @@ def few(monkeypatch: pytest.MonkeyPatch, loaded: dict[str, Target]) -> None:
     monkeypatch.setattr(Target, "load", load_once)
     monkeypatch.setattr(training_data, "CONTINUATION", 40)
     monkeypatch.setattr(EagleFitter, "batch_tokens", 512)
+    monkeypatch.setattr(BlockFitter, "batch_tokens", 128)
     monkeypatch.setattr(run, "_WALKS", 6)
     monkeypatch.setattr(run, "_WALK_TOKENS", TOKENS)
 
@@ -67,8 +69,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def fitted(target: Path, texts: Path, output: Path, *options: Any) -> dict[str, Any]:
-    words = ["--kind", "eagle3", "--texts", texts, "-o", output, *SIZES, *options, "--json"]
+def fitted(
+    target: Path, texts: Path, output: Path, *options: Any, kind: str = "eagle3"
+) -> dict[str, Any]:
+    words = ["--kind", kind, "--texts", texts, "-o", output, *SIZES, *options, "--json"]
     result = invoke("fit-draft", target, *words)
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
@@ -116,6 +120,26 @@ def test_a_fitted_head_drafts_better_than_a_fresh_one_and_as_reported(
         assert value == pytest.approx(said, abs=1e-3)
     # of a random target, which nobody can foresee by much
     assert reached[60] > reached[1] + 0.03
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        ("dflash", "DFlashDraftModel"),
+        ("dflash2", "DFlash2DraftModel"),
+        ("lilicorr", "LiLiCorrDraftModel"),
+    ],
+)
+def test_a_fitted_block_drafter_drafts_as_reported(
+    target: Path, texts: Path, tmp_path: Path, kind: str, architecture: str
+) -> None:
+    found = fitted(target, texts, tmp_path / "draft", "--steps", 2, kind=kind)
+    assert found["training"]["steps"] == 2
+    config = json.loads((tmp_path / "draft" / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == [architecture]
+    value = accepted(target, tmp_path / "draft", tmp_path / "engine")
+    said = found["greedy_chains"]["held out"]["acceptance_length"]
+    assert value == pytest.approx(said, abs=1e-3)
 
 
 def test_a_run_that_was_ended_goes_on_to_the_same_weights(
@@ -191,8 +215,8 @@ def test_chats_prompts_and_a_file_of_prompts(target: Path, texts: Path, tmp_path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--kind", "eagle9"), ("--kind eagle9", "eagle3 or block")),
-        (("--kind", "dflash2"), ("a draft that is not fitted here",)),
+        (("--kind", "eagle9"), ("--kind eagle9", "eagle3 or block or dflash")),
+        (("--kind", "hydra"), ("a draft that is not fitted here",)),
         (("--kind", "eagle3", "--taps", "0,7"), ("--taps 0,7", "layers 0 … 1")),
         (("--kind", "eagle3", "--taps", "1,2"), ("the first of which is not 1",)),
         (("--kind", "eagle3", "--device", "cuda:7"), ("--device cuda:7", "finds a GPU")),
