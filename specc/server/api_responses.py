@@ -23,6 +23,7 @@ from specc.server.logprobs import (
 )
 from specc.server.message_reader import MessageReader
 from specc.server.parsers.message import Delta, MessageParser
+from specc.server.predictions import prediction_usage
 from specc.speculation.metrics import SpecStats
 
 
@@ -37,6 +38,7 @@ class Options:
         has_token_ids: of prompts and outputs.
         prompt_logprobs: best tokens to name beside each of a prompt; None leaves them out.
         has_cached_tokens: usage says how much of the prompts was in the cache.
+        has_prediction: usage says how much of a prediction the outputs have.
     """
 
     logprobs: int | None = None
@@ -45,6 +47,7 @@ class Options:
     has_token_ids: bool = False
     prompt_logprobs: int | None = None
     has_cached_tokens: bool = True
+    has_prediction: bool = False
 
 
 class ApiResponse(abc.ABC):
@@ -95,6 +98,8 @@ class ApiResponse(abc.ABC):
 
     def usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         found = usage_of(outputs)
+        if self._options.has_prediction:
+            found["completion_tokens_details"] = prediction_usage(outputs)
         return found if self._options.has_cached_tokens else found | {"prompt_tokens_details": None}
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from specc.server.params import (
     structure_field,
 )
 from specc.server.plain_requests import HEADER, request_id_of
+from specc.server.predictions import read_prediction
 from specc.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -105,6 +106,7 @@ class Endpoints:
             )
             form = structure_field(wanted)
             prompts = self._read_prompts(wanted)
+            wanted._predicted = read_prediction(wanted.prediction, self._engine)
             forget_long(wanted)
             return wanted, params, form, *prompts
 
@@ -144,6 +146,7 @@ class Endpoints:
             requests = self._service.core.requests
             token_ids = requests.tokenize(text, not wanted.add_special_tokens)
             reader = MessageReader(self._config, wanted, text, use)
+            wanted._predicted = read_prediction(wanted.prediction, self._engine)
             forget_long(wanted)
             return wanted, params, form, token_ids, reader
 
@@ -182,6 +185,7 @@ class Endpoints:
             bool(wanted.return_token_ids) or has_no_text,
             wanted.prompt_logprobs,
             self._config.tells_cached_tokens,
+            wanted._predicted is not None,
         )
 
     async def _answer(
@@ -212,6 +216,8 @@ class Endpoints:
             priority=wanted.priority or 0,
             timeout_s=self._config.request_timeout_s,
             shown_token_ids=shown,
+            prediction=wanted._predicted,
+            cache_salt=wanted.cache_salt,
         )
         is_handed_on = False
         try:
