@@ -20,9 +20,10 @@ from specc.runtime.constraints.logit_controls import LogitControls, bad_word_tok
 from specc.runtime.drafters.prediction import Prediction
 from specc.runtime.engine import Engine
 from specc.runtime.outputs.detokenizer import Detokenizer
-from specc.runtime.requests.predicted import predicted_ids, takes_predictions
+from specc.runtime.requests.predicted import predicted_ids
 from specc.runtime.requests.prompt_bound import PromptBound
-from specc.runtime.requests.prompt_forms import Prompt, content_of, token_ids_of
+from specc.runtime.requests.prompt_cut import PromptCut
+from specc.runtime.requests.prompt_forms import Prompt, content_of, token_ids_of, utf8_of
 from specc.runtime.requests.salt import Salt
 from specc.runtime.scheduling.request import Request
 from specc.sampling.logit_controls import check_vocabulary
@@ -119,7 +120,7 @@ class RequestMaker:
             grammar: of `params`, at its beginning; without one, it is compiled here.
             shown_token_ids: special tokens that the text holds in any case: markers that its reader
                 looks for.
-            prediction: of the output, see `predict`; None is none.
+            prediction: of the output, see `predicted_ids`; None is none.
             cache_salt: of those with which the request shares rows, outputs and acceptance; else
                 that of the prompt, or of its leader. None shares with all that have none.
         Raises:
@@ -173,22 +174,6 @@ class RequestMaker:
             prediction=predicted,
         )
 
-    @property
-    def takes_predictions(self) -> bool:
-        """Whether the engine has steps to which the host proposes."""
-        return takes_predictions(self._engine)
-
-    def predict(self, prediction: Any) -> list[int]:
-        """Token ids of what a caller predicts of an output, as `make` takes it.
-
-        Args:
-            prediction: text, token ids, or as OpenAI's API has it.
-        Raises:
-            RequestError: it has another form, or is longer than any output; there is no tokenizer;
-                the engine has no steps for it.
-        """
-        return predicted_ids(self._engine, prediction)
-
     def make_outputs(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:
         """The n requests of a prompt, tokenized once; `options` are those of `make`.
 
@@ -208,16 +193,54 @@ class RequestMaker:
             ),
         ]
 
-    def tokenize(self, text: str, has_special_tokens: bool = False, index: int = 0) -> list[int]:
+    def tokenize(
+        self,
+        text: str,
+        has_special_tokens: bool = False,
+        index: int = 0,
+        cut: PromptCut | None = None,
+    ) -> list[int]:
         """Token ids of a prompt, as `make` would take them.
 
         Args:
             has_special_tokens: it holds them already, as a rendered chat does: none is added.
             index: which of the caller's prompts, for errors.
+            cut: what stays of a longer one.
         Raises:
             RequestError: the engine has no tokenizer, or the text is no UTF-8, or too long.
         """
+        if cut is not None:
+            return self.tokenize_any(text, has_special_tokens, index, cut)
         return self._tokenize(index, text, not has_special_tokens)[1]
+
+    def tokenize_any(
+        self,
+        text: str,
+        has_special_tokens: bool = False,
+        index: int = 0,
+        cut: PromptCut | None = None,
+    ) -> list[int]:
+        """Token ids of a text that need not fit; arguments as those of `tokenize`.
+
+        Raises:
+            RequestError: the engine has no tokenizer, or the text is no UTF-8, or longer than
+                `max_unbounded_bytes`.
+        """
+        tokenizer = self._known_tokenizer(index)
+        if (size := len(utf8_of(index, text))) > self.max_unbounded_bytes:
+            raise RequestError(
+                f"prompt {index} has {size} bytes, to be tokenized whatever their number",
+                f"at most {self.max_unbounded_bytes}",
+                "shorten the text",
+            )
+        adds_special = not has_special_tokens
+        adds = adds_special and cut is None
+        # a batch is tokenized without the lock of the interpreter
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds)
+        if cut is None:
+            return self._with_bos(encoding.ids, adds_special)
+        bos = self._engine.bos_token_id if adds_special and self._engine.add_bos else None
+        return cut.encode(tokenizer, encoding, adds_special, bos)
 
     def check_length(self, num_tokens: int, index: int = 0) -> None:
         """Raises RequestError: a prompt of this many tokens does not fit."""
@@ -229,7 +252,7 @@ class RequestMaker:
             raise RequestError(
                 "prediction and speculative=False", "one of them", "leave one of them out"
             )
-        return Prediction(self.predict(prediction))
+        return Prediction(predicted_ids(self._engine, prediction))
 
     def _salt(
         self, index: int, prompt: Prompt, text: str | None, leader: Request | None
@@ -244,15 +267,9 @@ class RequestMaker:
     def _tokenize(
         self, index: int, prompt: Prompt, adds_special: bool = True
     ) -> tuple[str | None, list[int]]:
-        tokenizer = self._engine.tokenizer
         content = content_of(index, prompt)
         if isinstance(content, str):
-            if tokenizer is None:
-                raise RequestError(
-                    f"prompt {index} is text",
-                    "token ids: this engine has no tokenizer",
-                    "pass {'prompt_token_ids': [...]}",
-                )
+            tokenizer = self._known_tokenizer(index)
             return content, self._encode(index, tokenizer, content, adds_special)
         # an array of one token has no length
         if isinstance(content, Sized) and getattr(content, "ndim", True):
@@ -260,16 +277,18 @@ class RequestMaker:
         token_ids = token_ids_of(index, content)
         return (prompt.get("prompt") if isinstance(prompt, Mapping) else None), token_ids
 
+    def _known_tokenizer(self, index: int) -> Tokenizer:
+        if self._engine.tokenizer is None:
+            raise RequestError(
+                f"prompt {index} is text",
+                "token ids: this engine has no tokenizer",
+                "pass {'prompt_token_ids': [...]}",
+            )
+        return self._engine.tokenizer
+
     def _encode(self, index: int, tokenizer: Tokenizer, text: str, adds_special: bool) -> list[int]:
         """Token ids of a text, which is refused before that where it cannot fit."""
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt {index} holds a lone surrogate ({error.reason})",
-                "text that can be written as UTF-8",
-                "decode the text with the encoding that it has",
-            ) from error
+        data = utf8_of(index, text)
         if len(data) < _LONG_TEXT:
             encoding = tokenizer.encode(text, add_special_tokens=adds_special)
         else:
@@ -278,10 +297,12 @@ class RequestMaker:
             # the same tokens; a batch is tokenized without the lock of the interpreter
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
             self.check_length(len(encoding), index)
-        token_ids = encoding.ids
+        return self._with_bos(encoding.ids, adds_special)
+
+    def _with_bos(self, token_ids: list[int], adds_special: bool) -> list[int]:
         bos = self._engine.bos_token_id
         if adds_special and self._engine.add_bos and bos is not None and token_ids[:1] != [bos]:
-            token_ids = [bos, *token_ids]
+            return [bos, *token_ids]
         return token_ids
 
     def _check_size(self, index: int, text: bytes) -> None:

@@ -25,6 +25,7 @@ from specc.runtime.backends.step_io import StepValues
 from specc.runtime.drafters.host_drafts import hosts_of
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
+from specc.runtime.requests.predicted import predicted_ids
 from specc.runtime.requests.request_maker import RequestMaker
 from specc.sampling.generation_config import NONE
 from specc.sampling.params import SamplingParams
@@ -77,19 +78,19 @@ def make_edits(engine: Engine, text: str, other: str, shares: Sequence[float]) -
             "--edits, and an engine without a tokenizer", "an engine that reads text",
             "compile it with --tokenizer",
         )  # fmt: skip
-    maker.predict("")
+    predicted_ids(engine, "")
     lines = _fitting(text, engine.tokenizer, min(engine.max_seq_len, engine.position_limit))
     original = "".join(lines)
     prompt = maker.tokenize(original + _ASK)
     greedy = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     llm = LLM(engine, plan=OFF, generation_config=NONE)
     (first,) = llm.generate([prompt], greedy)[0].outputs[0].token_ids
-    file = maker.predict(original)
+    file = predicted_ids(engine, original)
     edits = []
     for share in shares:
-        output = [first, *maker.predict(edit_lines(lines, share))]
+        output = [first, *predicted_ids(engine, edit_lines(lines, share))]
         edits.append(Edit(f"{share:.0%}", prompt, output, [first, *file]))
-    wrong = maker.predict(other)
+    wrong = predicted_ids(engine, other)
     start = next((i for i, token in enumerate(wrong) if token != first), len(wrong))
     middle = edits[len(edits) // 2]
     return [*edits, Edit(WRONG, prompt, middle.output, wrong[start : start + len(file)])]
