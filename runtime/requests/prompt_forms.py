@@ -10,7 +10,7 @@ from typing import Any
 from specc.errors import RequestError
 
 # text, token ids (a list, or an array or tensor of one dimension), or {"prompt": text},
-# {"prompt_token_ids": token ids}
+# {"prompt_token_ids": token ids}; beside either, {"cache_salt": text}
 Prompt = str | Sequence[int] | Mapping[str, Any] | Any
 
 _NEEDED = "text, a list of token ids, or a dict with prompt or prompt_token_ids"
@@ -22,7 +22,6 @@ _REFUSED = {
     "prompt_embeds": "pass prompt_token_ids: drafts and targets have embeddings of their own",
     "encoder_prompt": "pass prompt: engines have no encoder",
     "decoder_prompt": "pass prompt: engines have no encoder",
-    "cache_salt": "load the engine with shares_prefixes=False to keep prompts apart",
     "token_type_ids": "leave it out: engines read token ids only",
 }
 

@@ -17,11 +17,14 @@ from specc.errors import ContextLengthError, RequestError
 from specc.lora.request import NO_ADAPTER
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.logit_controls import LogitControls, bad_word_tokens
+from specc.runtime.drafters.prediction import Prediction
 from specc.runtime.engine import Engine
 from specc.runtime.outputs.detokenizer import Detokenizer
+from specc.runtime.requests.predicted import predicted_ids
 from specc.runtime.requests.prompt_bound import PromptBound
 from specc.runtime.requests.prompt_cut import PromptCut
 from specc.runtime.requests.prompt_forms import Prompt, content_of, token_ids_of, utf8_of
+from specc.runtime.requests.salt import Salt
 from specc.runtime.scheduling.request import Request
 from specc.sampling.logit_controls import check_vocabulary
 from specc.sampling.params import SamplingParams
@@ -48,6 +51,7 @@ class RequestMaker:
         clock: seconds, of arrivals.
         max_seq_len: tokens of prompt and output together; None is the engine's limit.
         cuts_by_draws: what is drafted says how much of it is verified.
+        shares_unsalted: requests without a salt share what they leave behind.
     """
 
     def __init__(
@@ -57,8 +61,10 @@ class RequestMaker:
         clock: Callable[[], float] = time.perf_counter,
         max_seq_len: int | None = None,
         cuts_by_draws: bool = False,
+        shares_unsalted: bool = True,
     ) -> None:
         self._engine = engine
+        self._shares_unsalted = shares_unsalted
         self._cuts_by_draws = cuts_by_draws
         self._max_seq_len = max_seq_len or engine.max_seq_len
         self._fixed_plan = fixed_plan
@@ -97,6 +103,8 @@ class RequestMaker:
         leader: Request | None = None,
         grammar: GrammarState | None = None,
         shown_token_ids: Set[int] = frozenset(),
+        prediction: Any = None,
+        cache_salt: str | None = None,
     ) -> Request:
         """Tokenize and check one request.
 
@@ -112,6 +120,9 @@ class RequestMaker:
             grammar: of `params`, at its beginning; without one, it is compiled here.
             shown_token_ids: special tokens that the text holds in any case: markers that its reader
                 looks for.
+            prediction: of the output, see `predicted_ids`; None is none.
+            cache_salt: of those with which the request shares rows, outputs and acceptance; else
+                that of the prompt, or of its leader. None shares with all that have none.
         Raises:
             RequestError: the prompt or its parameters are invalid for this engine.
             OverloadError: too many grammars are compiled at the moment.
@@ -120,6 +131,8 @@ class RequestMaker:
         params = copy.copy(params)
         text, token_ids = self._tokenize(index, prompt)
         self._check(index, token_ids, params)
+        salt = self._salt(index, prompt, cache_salt, leader)
+        predicted = None if prediction is None else self._predicted(prediction, params)
         detokenizer = None
         if self._engine.tokenizer is not None:
             detokenizer = Detokenizer(
@@ -157,6 +170,8 @@ class RequestMaker:
             output=output,
             leader=leader,
             adapter=self._adapter(index, params),
+            salt=salt,
+            prediction=predicted,
         )
 
     def make_outputs(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:
@@ -167,6 +182,8 @@ class RequestMaker:
         """
         first, *others = params.each()
         leader = self.make(prompt, first, **options)
+        if leader.prediction is not None:
+            options["prediction"] = leader.prediction.token_ids
         tokens = {"prompt": leader.prompt, "prompt_token_ids": leader.token_ids}
         return [
             leader,
@@ -229,6 +246,23 @@ class RequestMaker:
         """Raises RequestError: a prompt of this many tokens does not fit."""
         if num_tokens >= self._max_seq_len:
             raise self._too_long(f"prompt {index} has {num_tokens} tokens")
+
+    def _predicted(self, prediction: Any, params: SamplingParams) -> Prediction:
+        if not params.speculative:
+            raise RequestError(
+                "prediction and speculative=False", "one of them", "leave one of them out"
+            )
+        return Prediction(predicted_ids(self._engine, prediction))
+
+    def _salt(
+        self, index: int, prompt: Prompt, text: str | None, leader: Request | None
+    ) -> Salt | None:
+        if leader is not None:
+            return leader.salt
+        if text is None and isinstance(prompt, Mapping):
+            text = prompt.get("cache_salt")
+        salt = Salt.of(text, index)
+        return Salt.alone() if salt is None and not self._shares_unsalted else salt
 
     def _tokenize(
         self, index: int, prompt: Prompt, adds_special: bool = True

@@ -24,6 +24,7 @@ from specc.server.logprobs import (
 )
 from specc.server.message_reader import MessageReader
 from specc.server.parsers.message import Delta, MessageParser
+from specc.server.predictions import prediction_usage
 from specc.server.protocol import GenerationRequest, StreamOptions
 from specc.server.stream import EventWriter, to_event
 from specc.speculation.metrics import SpecStats
@@ -43,6 +44,7 @@ class Options:
         prompt_logprobs: best tokens to name beside each of a prompt; None leaves them out.
         has_cached_tokens: usage says how much of the prompts was in the cache.
         num_best: outputs of each prompt that come back, of those that were made; None is all.
+        has_prediction: usage says how much of a prediction the outputs have.
     """
 
     logprobs: int | None = None
@@ -52,6 +54,7 @@ class Options:
     prompt_logprobs: int | None = None
     has_cached_tokens: bool = True
     num_best: int | None = None
+    has_prediction: bool = False
 
 
 class Answer(abc.ABC):
@@ -128,6 +131,8 @@ class ApiResponse(Answer):
 
     def usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         found = usage_of(outputs)
+        if self._options.has_prediction:
+            found["completion_tokens_details"] = prediction_usage(outputs)
         return found if self._options.has_cached_tokens else found | {"prompt_tokens_details": None}
 
     def _head(self, kind: str) -> dict[str, Any]:

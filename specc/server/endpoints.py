@@ -34,6 +34,7 @@ from specc.server.params import (
     structure_field,
 )
 from specc.server.plain_requests import HEADER, request_id_of
+from specc.server.predictions import read_prediction
 from specc.server.prompts import Completion, PromptReader, check_count
 from specc.server.protocol import (
     ChatRequest,
@@ -137,6 +138,7 @@ class Endpoints:
         params = self._with_adapter(wanted, completion_params(wanted, self.service.core.defaults))
         form = structure_field(wanted)
         prompts = self.prompts.read(wanted, self.prompts.cut(wanted, params))
+        wanted._predicted = read_prediction(wanted.prediction, self._engine)
         forget_long(wanted)
         return Completion(wanted, params, form, *prompts)
 
@@ -193,6 +195,7 @@ class Endpoints:
         # how the prompt ends says what outputs begin with
         text = text if cut is None else self.prompts.text(token_ids)
         reader = MessageReader(self._config, wanted, text, use)
+        wanted._predicted = read_prediction(wanted.prediction, self._engine)
         forget_long(wanted)
         return Chat(wanted, params, form, token_ids, reader)
 
@@ -231,6 +234,7 @@ class Endpoints:
             wanted.prompt_logprobs,
             self._config.tells_cached_tokens,
             wanted.n or 1,
+            wanted._predicted is not None,
         )
 
     async def _answer(
@@ -261,6 +265,8 @@ class Endpoints:
             priority=wanted.priority or 0,
             timeout_s=self._config.request_timeout_s,
             shown_token_ids=shown,
+            prediction=wanted._predicted,
+            cache_salt=wanted.cache_salt,
         )
         is_handed_on = False
         try:

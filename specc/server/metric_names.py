@@ -14,6 +14,7 @@ _ONLY_OWN = frozenset(
     for name in (
         "goodput_tokens_per_second", "predicted_goodput_tokens_per_second", "plan",
         "engine_healthy", "engine_failures",
+        "prediction_draft_tokens", "prediction_accepted_tokens",
     )
 )  # fmt: skip
 

@@ -37,6 +37,7 @@ def serve(
             "kv_cache_tokens",
             "shares_prefixes",
             "shares_outputs",
+            "shares_unsalted",
             "max_waiting",
             "verify",
             "check_weights",
