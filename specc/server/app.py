@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -24,6 +23,7 @@ from specc.errors import ConfigError, SpeccError
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.runtime.service.service import Service
 from specc.runtime.service.state import Health
+from specc.server import admin
 from specc.server.body import BodyBudget, ClientGone
 from specc.server.config import ServeConfig
 from specc.server.endpoints import Endpoints
@@ -37,6 +37,7 @@ from specc.server.errors import (
     unknown_model,
 )
 from specc.server.hosts import KnownHosts
+from specc.server.keys import has_key, wrong_key
 from specc.server.memory import memory_kept_low
 from specc.server.metrics import ServeMetrics
 from specc.server.openapi import describe, of_health, of_model, of_text, request_body
@@ -100,6 +101,7 @@ def create_app(
         """Answer a conversation."""
         return await _guarded(endpoints.chat(request))
 
+    admin.add_admin_routes(app, service, config)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(SpeccError, _on_specc_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
@@ -138,6 +140,8 @@ def _add_status_routes(app: FastAPI, service: Service, metrics: ServeMetrics) ->
         content: dict[str, Any] = {"status": now.value}
         if (measured := service.state().measured) is not None:
             content["measuring_latency"] = measured
+        if service.operator.is_asleep:
+            content["is_sleeping"] = True
         return JSON(content, status_code=200 if now is Health.OK else 503)
 
     @app.get("/ping", **of_health())
@@ -147,8 +151,8 @@ def _add_status_routes(app: FastAPI, service: Service, metrics: ServeMetrics) ->
 
     @app.get("/version")
     async def version() -> Response:
-        """Of specc."""
-        return JSON({"version": __version__})
+        """Of specc, and of the drafts' weights."""
+        return JSON({"version": __version__, **admin.draft_versions(service)})
 
     @app.get("/metrics", **of_text())
     async def prometheus() -> Response:
@@ -231,25 +235,12 @@ class _NeedsKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or not scope["path"].startswith(_NEED_KEYS)
-        if is_open or self._is_known(Headers(scope=scope).get("authorization", "")):
+        # what the operator asks has keys of its own
+        is_open = is_open or scope["path"] in admin.PATHS
+        if is_open or has_key(Headers(scope=scope), self._keys):
             await self._app(scope, receive, send)
             return
-        error = ApiError(
-            401,
-            "Incorrect API key provided, or none: expected the header Authorization: Bearer KEY."
-            " Please ask the operator of this server for a key.",
-            kind="authentication_error",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await error_response(error)(scope, receive, send)
-
-    def _is_known(self, header: str) -> bool:
-        scheme, _, key = header.partition(" ")
-        given = key.strip().encode("utf-8", "replace")
-        # every key is compared, and in constant time
-        found = [hmac.compare_digest(given, own) for own in self._keys]
-        return scheme.lower() == "bearer" and any(found)
+        await error_response(wrong_key())(scope, receive, send)
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:
