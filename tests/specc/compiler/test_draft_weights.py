@@ -23,7 +23,7 @@ from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from tests.conftest import save_tiny_llama
-from tests.draft_kinds import block, eagle3, medusa, mtp
+from tests.draft_kinds import block, eagle3, medusa, mtp, pard, peagle
 from tests.lossless import Zoo, shared_zoo
 from tests.runtime.draft_pair import target_bytes, tokens
 from tests.runtime.head_rig import TREE, options
@@ -35,6 +35,8 @@ RIGS = {
     "dflash": block.RIGS[0],
     "medusa": medusa.RIGS[0],
     "mtp": mtp.RIGS[0],
+    "pard": pard.RIGS[0],
+    "peagle": peagle.RIGS[0],
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "model-eager": ("", {"backend": "eager"}),
