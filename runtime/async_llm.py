@@ -104,6 +104,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         timeout_s: float | None = None,
+        prediction: Any = None,
         **vllm: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Complete one prompt and yield what there is of it, whenever there is more.
@@ -117,6 +118,7 @@ class AsyncLLM:
             request_id: name for `abort`; None makes one up.
             priority: lower ones are served first.
             timeout_s: seconds after which the request ends with what it has.
+            prediction: what the output may be, see `LLM.generate`.
             vllm: `lora_request`, see `LLM.generate`, and further arguments of vLLM's that ask for
                 nothing.
         Raises:
@@ -150,6 +152,7 @@ class AsyncLLM:
                         priority=priority,
                         timeout_s=timeout_s,
                         leader=streams[0].ticket if streams else None,
+                        prediction=prediction,
                     )
                 )
                 if name in self._aborted:

@@ -30,6 +30,7 @@ class EngineCore:
         policy: picks plans instead; or its name.
         shares_prefixes: look for the rows of a prompt among those of earlier requests.
         shares_outputs: suffix drafts look into earlier requests' outputs.
+        shares_unsalted: requests without a `cache_salt` share either.
         max_seq_len: tokens of prompt and output together; None is the engine's limit.
         micro_batches: batches of disjoint requests in flight, where the target has stages; None is
             as many as these.
@@ -54,6 +55,7 @@ class EngineCore:
         *,
         shares_prefixes: bool = True,
         shares_outputs: bool = True,
+        shares_unsalted: bool = True,
         max_seq_len: int | None = None,
         micro_batches: int | None = None,
         adapts_verification: bool = False,
@@ -133,6 +135,7 @@ class EngineCore:
             plan if is_fixed else None,
             max_seq_len=max_seq_len,
             cuts_by_draws=confidence_threshold > 0,
+            shares_unsalted=shares_unsalted,
         )
         self.num_iterations = 0
         # no request may go on

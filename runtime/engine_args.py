@@ -196,6 +196,12 @@ class EngineArgs:
         "Let suffix drafts look up what followed in earlier requests' outputs.",
         "--suffix-history/--no-suffix-history",
     )
+    shares_unsalted: bool = option(
+        True,
+        "Share prompts' rows and suffix history between requests without a cache_salt, too; else"
+        " between those of equal cache_salt alone.",
+        "--share-unsalted/--no-share-unsalted",
+    )
     generation_config: str | Path = option(
         _AUTO,
         "Where defaults of sampling come from: auto, the generation_config.json that was compiled;"
@@ -313,6 +319,7 @@ class EngineArgs:
             self.policy,
             shares_prefixes=self.shares_prefixes,
             shares_outputs=self.shares_outputs,
+            shares_unsalted=self.shares_unsalted,
             max_seq_len=self.max_model_len,
             micro_batches=self.micro_batches,
             adapts_verification=self.adapts_verification,

@@ -173,6 +173,8 @@ class LLM:
                 `prompts`; `priority`, one for all or one for each, lower is served first;
                 `lora_request`, the adapter that the target runs with, a `LoRARequest` or a name,
                 likewise;
+                `prediction`, what the output may be: a text, token ids, or as OpenAI's API has it,
+                likewise, see `docs/guide/prediction.md`;
                 `use_tqdm`, True or what makes a bar as tqdm does.
         Returns:
             one output a prompt, in order, with n outputs of its own each.
@@ -395,6 +397,7 @@ class LLM:
                     index=index,
                     is_streamed=is_streamed,
                     priority=call.priorities[index],
+                    prediction=call.predictions[index],
                 )
             )
         return groups

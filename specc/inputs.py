@@ -7,9 +7,10 @@ from typing import NotRequired, TypedDict
 
 
 class TextPrompt(TypedDict):
-    """A text: `TextPrompt(prompt="…")`."""
+    """A text: `TextPrompt(prompt="…")`; `cache_salt` parts it from prompts of other salts."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -17,3 +18,4 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]

@@ -13,9 +13,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHATS, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 # seconds that an attacker waits for its answer, and between two attacks of one kind
 PATIENCE_S, PAUSE_S = 20.0, 0.2
 # a template that serves ordinary messages, and messages that make it work without end
@@ -164,6 +164,43 @@ class Templates(Attack):
         return [request(CHATS, {"messages": [m], "max_tokens": 4}) for m in messages]
 
 
+class Messages(Attack):
+    """Conversations of Anthropic's form with blocks without end, in each of its lists."""
+
+    name, num_workers = "messages", 3
+
+    def prepare(self) -> list[bytes]:
+        deep: dict[str, object] = {}
+        for _ in range(60):
+            deep = {"a": deep}
+        text = {"type": "text", "text": "a" * 300}
+        call = {"type": "tool_use", "id": "1", "name": "f", "input": deep}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": [text] * 7000}
+        signature = "specc.text." + "QUFB" * 1_500_000
+        thinking = {"type": "thinking", "thinking": "", "signature": signature}
+        turns: list[list[tuple[str, object]]] = [
+            [("user", [text] * 16_000)],
+            [("user", [text] * 17_000)],  # more than a server takes
+            [("user", "a"), ("assistant", "b")] * 4000,
+            [("user", "a"), ("assistant", [call] * 200), ("user", [result])],
+            [("user", "a"), ("assistant", [thinking]), ("user", "a")],
+            [("user", [{"type": "image", "source": deep}] * 100)],
+        ]
+        tools = [{"name": f"f{i}", "input_schema": deep} for i in range(200)]
+        choice = {"tools": tools, "tool_choice": {"type": "any"}}
+        bodies = [
+            {"model": "engine", "max_tokens": 4}
+            | {"messages": [{"role": role, "content": content} for role, content in each]}
+            | ({} if index else choice)
+            for index, each in enumerate(turns)
+        ]
+        counts = [{name: body[name] for name in ("model", "messages")} for body in bodies]
+        return [
+            *(request(MESSAGES, body) for body in bodies),
+            *(request(f"{MESSAGES}/count_tokens", body) for body in counts),
+        ]
+
+
 class Connections(Attack):
     """More connections than a process may have files: idle ones, slow ones, deaf ones."""
 
@@ -225,9 +262,12 @@ class Streams(Attack):
     """
 
     patience_s = 60.0
-    head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    ).encode()
+    path = COMPLETIONS
+
+    @property
+    def head(self) -> bytes:
+        head = f"POST {self.path} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        return f"{head}Content-Type: application/json\r\n".encode()
 
     async def _work(self, index: int) -> None:
         while True:
@@ -299,6 +339,7 @@ class Deaf(Streams):
     """Streams with many log probabilities that nobody reads."""
 
     name, num_workers = "deaf", 4
+    body: ClassVar[dict[str, Any]] = {"prompt": "a", "n": 2, "logprobs": 20, "max_tokens": 60}
 
     async def _read(self, reader: asyncio.StreamReader, work: asyncio.Future[None]) -> bytes:
         await work
@@ -308,8 +349,9 @@ class Deaf(Streams):
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, index: int
     ) -> None:
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        body = {"prompt": "a", "stream": True, "max_tokens": 60, "ignore_eos": True, "n": 2}
-        data = json.dumps(body | {"logprobs": 20, "temperature": 0}).encode()
+        data = json.dumps(
+            self.body | {"stream": True, "ignore_eos": True, "temperature": 0}
+        ).encode()
         writer.write(self.head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
         for _ in range(30):
             await asyncio.sleep(0.2)
@@ -317,9 +359,31 @@ class Deaf(Streams):
                 return
 
 
+class DeafMessages(Deaf):
+    """Messages whose events nobody reads."""
+
+    name, path = "deaf messages", MESSAGES
+    body: ClassVar[dict[str, Any]] = {
+        "model": "engine",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 500,
+    }
+
+
 ATTACKS: dict[str, type[Attack]] = {
     kind.name: kind
-    for kind in (References, Prompts, Choices, Connections, Templates, Chunks, Bodies, Deaf)
+    for kind in (
+        References,
+        Prompts,
+        Choices,
+        Connections,
+        Templates,
+        Chunks,
+        Bodies,
+        Deaf,
+        Messages,
+        DeafMessages,
+    )
 }
 
 

@@ -71,7 +71,9 @@ ALL_DRAFTERS = {
         "compiler_drafter", "head_source", "head_spec", "recognise", "registry", "shared_weights",
         "tap_ids",
     },
-    "specc.runtime.drafters": {"block_choice", "host_drafter", "host_drafts", "suffix_index"},
+    "specc.runtime.drafters": {
+        "block_choice", "host_drafter", "host_drafts", "prediction", "suffix_index",
+    },
 }  # fmt: skip
 # those two are names of operands and of an operator, too; scores of paths are kinds as well
 KINDS = {facts.kind for facts in ALL} - {"self", "lookup"} | set(BIAS_KINDS)

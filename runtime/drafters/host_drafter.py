@@ -10,6 +10,7 @@ from torch import Tensor
 from specc.drafters.drafter import Drafter
 from specc.drafters.facts import DrafterFacts
 from specc.runtime.drafters.suffix_index import SuffixIndex
+from specc.runtime.requests.salt import Salt
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import SpecPlan
 
@@ -19,6 +20,7 @@ class Tokens(Protocol):
 
     token_ids: list[int]
     suffix_index: SuffixIndex | None
+    salt: Salt | None
 
     @property
     def output_token_ids(self) -> list[int]: ...

@@ -5,7 +5,8 @@ that it has.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,9 +15,23 @@ from specc.drafters.drafter import Drafter
 from specc.drafters.facts import DrafterFacts
 from specc.runtime.backends.step_io import StepResult
 from specc.runtime.drafters.host_drafter import HostDrafter, host_drafter
+from specc.runtime.drafters.prediction import TRUST
 from specc.runtime.drafters.vote_weights import VoteWeights, leader
+from specc.runtime.requests.salt import BySalt, Salt
 from specc.runtime.scheduling.request import Request
 from specc.speculation.plans import VOTE, SpecPlan
+
+# salts whose votes are kept
+_SALTS = 1024
+
+
+def hosts_of(plans: Iterable[SpecPlan]) -> list[SpecPlan]:
+    """Plans whose steps take what a prediction has, the shallowest first.
+
+    Those to which the host alone proposes; where there are none, those that it has a part in.
+    """
+    reading = sorted((x for x in plans if x.reads_proposals), key=lambda x: x.max_depth)
+    return [plan for plan in reading if plan.is_hosts] or reading
 
 
 class HostDrafts:
@@ -31,12 +46,11 @@ class HostDrafts:
         self, plans: Mapping[str, SpecPlan], block_size: int = 0, shares_outputs: bool = True
     ) -> None:
         self._weights = {
-            name: VoteWeights(
-                len(plan.drafters), [i for i, x in enumerate(plan.drafters) if x.is_asked]
-            )
+            name: BySalt(partial(_weights_of, plan), _SALTS)
             for name, plan in plans.items()
             if plan.combine == VOTE
         }
+        self._hosts = hosts_of(plans.values())
         self._parts: dict[str, HostDrafter] = {}
         self._given = block_size, shares_outputs
         for drafter in (x for plan in plans.values() for x in plan.drafters if x.facts.has_host):
@@ -51,8 +65,10 @@ class HostDrafts:
         """What a step of this plan reads besides rows; see `StepInputs.extra`."""
         extra = {}
         if plan.name in self._weights:
-            row = torch.tensor(self._weights[plan.name].next_row(), dtype=torch.float32)
-            extra["vote_weights"] = row.expand(len(requests), -1).contiguous()
+            by_salt = self._weights[plan.name]
+            rows = {salt: by_salt.of(salt).next_row() for salt in _salts_of(requests)}
+            weights = [rows[request.salt] for request in requests]
+            extra["vote_weights"] = torch.tensor(weights, dtype=torch.float32)
         for part in self._parts.values():
             if part.brings(plan):
                 extra |= part.inputs(plan, requests)
@@ -61,6 +77,25 @@ class HostDrafts:
     def brings(self, plan: SpecPlan) -> bool:
         """Whether steps of a plan read anything of the host, which has to know their requests."""
         return plan.name in self._weights or any(x.brings(plan) for x in self._parts.values())
+
+    def plan_for(self, request: Request, chosen: SpecPlan) -> SpecPlan:
+        """The plan of a request in the next step: one that takes what its prediction has.
+
+        Args:
+            request: with all of its tokens known.
+            chosen: by the policy, which stays where the prediction has nothing, or has a part in it
+                as it is.
+        """
+        prediction = request.prediction
+        if prediction is None or not self._hosts:
+            return chosen
+        has_models = chosen.reads_proposals and not chosen.is_hosts
+        found, length = prediction.propose(request.output_token_ids, 1)
+        if not found or has_models:
+            return chosen
+        # what few tokens speak for may be wrong
+        plan = self._hosts[-1] if length >= TRUST else self._hosts[0]
+        return plan if plan.suits(request.params) else chosen
 
     def propose(self, request: Request, num_tokens: int, drafter: Drafter) -> tuple[list[int], int]:
         """What a draft of which the host knows the proposals has for a request.
@@ -89,20 +124,27 @@ class HostDrafts:
         """
         if plan.name not in self._weights or not requests:
             return
-        weights = self._weights[plan.name]
-        # a leader's chain is the one that was verified
-        first = leader(extra["vote_weights"][0].tolist())
-        for place, drafter in enumerate(plan.drafters):
-            if not drafter.is_asked:
-                counts = [
-                    self._agreed(request, drafter, plan.max_depth, tokens[: count + 1])
-                    for request, tokens, count in zip(
-                        requests, step.output_tokens, step.num_accepted, strict=True
-                    )
-                ]
-                weights.observe(place, counts, plan.max_depth)
-            elif place == first:
-                weights.observe(place, step.num_accepted, plan.max_depth)
+        rows = extra["vote_weights"].tolist()
+        for salt in _salts_of(requests):
+            own = [i for i, request in enumerate(requests) if request.salt == salt]
+            weights = self._weights[plan.name].of(salt)
+            accepted = [step.num_accepted[i] for i in own]
+            # a leader's chain is the one that was verified
+            first = leader(rows[own[0]])
+            for place, drafter in enumerate(plan.drafters):
+                if not drafter.is_asked:
+                    counts = [
+                        self._agreed(
+                            requests[i],
+                            drafter,
+                            plan.max_depth,
+                            step.output_tokens[i][: step.num_accepted[i] + 1],
+                        )
+                        for i in own
+                    ]
+                    weights.observe(place, counts, plan.max_depth)
+                elif place == first:
+                    weights.observe(place, accepted, plan.max_depth)
 
     def _agreed(
         self, request: Request, drafter: Drafter, num_tokens: int, output_tokens: list[int]
@@ -116,3 +158,13 @@ class HostDrafts:
         """A request has ended."""
         for part in self._parts.values():
             part.finish(request)
+
+
+def _weights_of(plan: SpecPlan, salt: Salt | None) -> VoteWeights:
+    asked = [i for i, x in enumerate(plan.drafters) if x.is_asked]
+    return VoteWeights(len(plan.drafters), asked)
+
+
+def _salts_of(requests: Iterable[Request]) -> list[Salt | None]:
+    """Each once, in the order of the requests."""
+    return list(dict.fromkeys(request.salt for request in requests))

@@ -36,6 +36,8 @@ class BestConstants:
 
 
 TUNED = BestConstants()
+# requests that are remembered beyond those that run
+_SPARE = 256
 
 
 class _Outcomes:
@@ -101,6 +103,11 @@ class BestPolicy(Policy):
     def choose_each(self, requests: list[Request], stats: SpecStats) -> list[str]:
         """Plan of each request."""
         self._step += 1
+        if len(self._of_model) > 2 * len(requests) + _SPARE:
+            # of others nobody has told the end: they were aborted, or a prediction had it
+            kept = {request.request_id for request in requests}
+            self._of_model = {k: v for k, v in self._of_model.items() if k in kept}
+            self._lengths = {k: v for k, v in self._lengths.items() if k in kept}
         gains = []
         for request in requests:
             lookup, request_id = self._lookup, request.request_id

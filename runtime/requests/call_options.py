@@ -10,12 +10,13 @@ from typing import Any
 
 from specc.errors import RequestError
 from specc.lora.request import adapter_name
+from specc.runtime.requests.predicted import each_prediction
 from specc.runtime.requests.prompt_forms import Prompt, split_prompts
 from specc.sampling.params import SamplingParams
 from specc.vllm.answers import answer_names
 from specc.vllm.calls import ARGUMENTS
 
-_KNOWN = ("params", "prompt_token_ids", "use_tqdm", "priority", "lora_request")
+_KNOWN = ("params", "prompt_token_ids", "use_tqdm", "priority", "lora_request", "prediction")
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,14 @@ class Call:
     Args:
         prompts: one or more, in any form.
         priorities: of each; lower is served first.
+        predictions: of each, or None.
         use_tqdm: True, False, or what makes a bar.
     """
 
     prompts: list[Any]
     params: list[SamplingParams]
     priorities: list[int]
+    predictions: list[Any]
     use_tqdm: Any
 
     @contextlib.contextmanager
@@ -102,7 +105,9 @@ def read_call(
     if not isinstance(use_tqdm, bool) and use_tqdm is not None and not callable(use_tqdm):
         raise RequestError(f"use_tqdm={use_tqdm!r}", "True, False, or tqdm itself", "correct it")
     params_list = _with_adapters(known.get("lora_request"), params_list)
-    return Call(prompt_list, params_list, _priorities(known.get("priority"), count), use_tqdm)
+    priorities = _priorities(known.get("priority"), count)
+    predictions = [] if is_chat else each_prediction(known.get("prediction"), count)
+    return Call(prompt_list, params_list, priorities, predictions, use_tqdm)
 
 
 def _prompts(prompts: Any, token_ids: Any) -> list[Prompt]:

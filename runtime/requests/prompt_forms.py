@@ -10,7 +10,7 @@ from typing import Any
 from specc.errors import RequestError
 
 # text, token ids (a list, or an array or tensor of one dimension), or {"prompt": text},
-# {"prompt_token_ids": token ids}
+# {"prompt_token_ids": token ids}; beside either, {"cache_salt": text}
 Prompt = str | Sequence[int] | Mapping[str, Any] | Any
 
 _NEEDED = "text, a list of token ids, or a dict with prompt or prompt_token_ids"
@@ -22,7 +22,6 @@ _REFUSED = {
     "prompt_embeds": "pass prompt_token_ids: drafts and targets have embeddings of their own",
     "encoder_prompt": "pass prompt: engines have no encoder",
     "decoder_prompt": "pass prompt: engines have no encoder",
-    "cache_salt": "load the engine with shares_prefixes=False to keep prompts apart",
     "token_type_ids": "leave it out: engines read token ids only",
 }
 
@@ -68,6 +67,22 @@ def content_of(index: int, prompt: Any) -> Any:
             return prompt[name]
     keys = ", ".join(map(str, prompt)) or "no keys"
     raise RequestError(f"prompt {index}, a dict with {keys[:80]}", _NEEDED, "pass one of these")
+
+
+def utf8_of(index: int, text: str) -> bytes:
+    """The bytes of a text.
+
+    Raises:
+        RequestError: it has none.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"prompt {index} holds a lone surrogate ({error.reason})",
+            "text that can be written as UTF-8",
+            "decode the text with the encoding that it has",
+        ) from error
 
 
 def token_ids_of(index: int, content: Any) -> list[int]:

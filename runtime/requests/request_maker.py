@@ -17,10 +17,14 @@ from specc.errors import ContextLengthError, RequestError
 from specc.lora.request import NO_ADAPTER
 from specc.runtime.constraints.grammar import GrammarState
 from specc.runtime.constraints.logit_controls import LogitControls, bad_word_tokens
+from specc.runtime.drafters.prediction import Prediction
 from specc.runtime.engine import Engine
 from specc.runtime.outputs.detokenizer import Detokenizer
+from specc.runtime.requests.predicted import predicted_ids
 from specc.runtime.requests.prompt_bound import PromptBound
-from specc.runtime.requests.prompt_forms import Prompt, content_of, token_ids_of
+from specc.runtime.requests.prompt_cut import PromptCut
+from specc.runtime.requests.prompt_forms import Prompt, content_of, token_ids_of, utf8_of
+from specc.runtime.requests.salt import Salt
 from specc.runtime.scheduling.request import Request
 from specc.sampling.logit_controls import check_vocabulary
 from specc.sampling.params import SamplingParams
@@ -47,6 +51,7 @@ class RequestMaker:
         clock: seconds, of arrivals.
         max_seq_len: tokens of prompt and output together; None is the engine's limit.
         cuts_by_draws: what is drafted says how much of it is verified.
+        shares_unsalted: requests without a salt share what they leave behind.
     """
 
     def __init__(
@@ -56,8 +61,10 @@ class RequestMaker:
         clock: Callable[[], float] = time.perf_counter,
         max_seq_len: int | None = None,
         cuts_by_draws: bool = False,
+        shares_unsalted: bool = True,
     ) -> None:
         self._engine = engine
+        self._shares_unsalted = shares_unsalted
         self._cuts_by_draws = cuts_by_draws
         self._max_seq_len = max_seq_len or engine.max_seq_len
         self._fixed_plan = fixed_plan
@@ -96,6 +103,8 @@ class RequestMaker:
         leader: Request | None = None,
         grammar: GrammarState | None = None,
         shown_token_ids: Set[int] = frozenset(),
+        prediction: Any = None,
+        cache_salt: str | None = None,
     ) -> Request:
         """Tokenize and check one request.
 
@@ -111,6 +120,9 @@ class RequestMaker:
             grammar: of `params`, at its beginning; without one, it is compiled here.
             shown_token_ids: special tokens that the text holds in any case: markers that its reader
                 looks for.
+            prediction: of the output, see `predicted_ids`; None is none.
+            cache_salt: of those with which the request shares rows, outputs and acceptance; else
+                that of the prompt, or of its leader. None shares with all that have none.
         Raises:
             RequestError: the prompt or its parameters are invalid for this engine.
             OverloadError: too many grammars are compiled at the moment.
@@ -119,6 +131,8 @@ class RequestMaker:
         params = copy.copy(params)
         text, token_ids = self._tokenize(index, prompt)
         self._check(index, token_ids, params)
+        salt = self._salt(index, prompt, cache_salt, leader)
+        predicted = None if prediction is None else self._predicted(prediction, params)
         detokenizer = None
         if self._engine.tokenizer is not None:
             detokenizer = Detokenizer(
@@ -156,6 +170,8 @@ class RequestMaker:
             output=output,
             leader=leader,
             adapter=self._adapter(index, params),
+            salt=salt,
+            prediction=predicted,
         )
 
     def make_outputs(self, prompt: Prompt, params: SamplingParams, **options: Any) -> list[Request]:
@@ -166,6 +182,8 @@ class RequestMaker:
         """
         first, *others = params.each()
         leader = self.make(prompt, first, **options)
+        if leader.prediction is not None:
+            options["prediction"] = leader.prediction.token_ids
         tokens = {"prompt": leader.prompt, "prompt_token_ids": leader.token_ids}
         return [
             leader,
@@ -175,34 +193,83 @@ class RequestMaker:
             ),
         ]
 
-    def tokenize(self, text: str, has_special_tokens: bool = False, index: int = 0) -> list[int]:
+    def tokenize(
+        self,
+        text: str,
+        has_special_tokens: bool = False,
+        index: int = 0,
+        cut: PromptCut | None = None,
+    ) -> list[int]:
         """Token ids of a prompt, as `make` would take them.
 
         Args:
             has_special_tokens: it holds them already, as a rendered chat does: none is added.
             index: which of the caller's prompts, for errors.
+            cut: what stays of a longer one.
         Raises:
             RequestError: the engine has no tokenizer, or the text is no UTF-8, or too long.
         """
+        if cut is not None:
+            return self.tokenize_any(text, has_special_tokens, index, cut)
         return self._tokenize(index, text, not has_special_tokens)[1]
+
+    def tokenize_any(
+        self,
+        text: str,
+        has_special_tokens: bool = False,
+        index: int = 0,
+        cut: PromptCut | None = None,
+    ) -> list[int]:
+        """Token ids of a text that need not fit; arguments as those of `tokenize`.
+
+        Raises:
+            RequestError: the engine has no tokenizer, or the text is no UTF-8, or longer than
+                `max_unbounded_bytes`.
+        """
+        tokenizer = self._known_tokenizer(index)
+        if (size := len(utf8_of(index, text))) > self.max_unbounded_bytes:
+            raise RequestError(
+                f"prompt {index} has {size} bytes, to be tokenized whatever their number",
+                f"at most {self.max_unbounded_bytes}",
+                "shorten the text",
+            )
+        adds_special = not has_special_tokens
+        adds = adds_special and cut is None
+        # a batch is tokenized without the lock of the interpreter
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds)
+        if cut is None:
+            return self._with_bos(encoding.ids, adds_special)
+        bos = self._engine.bos_token_id if adds_special and self._engine.add_bos else None
+        return cut.encode(tokenizer, encoding, adds_special, bos)
 
     def check_length(self, num_tokens: int, index: int = 0) -> None:
         """Raises RequestError: a prompt of this many tokens does not fit."""
         if num_tokens >= self._max_seq_len:
             raise self._too_long(f"prompt {index} has {num_tokens} tokens")
 
+    def _predicted(self, prediction: Any, params: SamplingParams) -> Prediction:
+        if not params.speculative:
+            raise RequestError(
+                "prediction and speculative=False", "one of them", "leave one of them out"
+            )
+        return Prediction(predicted_ids(self._engine, prediction))
+
+    def _salt(
+        self, index: int, prompt: Prompt, text: str | None, leader: Request | None
+    ) -> Salt | None:
+        if leader is not None:
+            return leader.salt
+        if text is None and isinstance(prompt, Mapping):
+            text = prompt.get("cache_salt")
+        salt = Salt.of(text, index)
+        return Salt.alone() if salt is None and not self._shares_unsalted else salt
+
     def _tokenize(
         self, index: int, prompt: Prompt, adds_special: bool = True
     ) -> tuple[str | None, list[int]]:
-        tokenizer = self._engine.tokenizer
         content = content_of(index, prompt)
         if isinstance(content, str):
-            if tokenizer is None:
-                raise RequestError(
-                    f"prompt {index} is text",
-                    "token ids: this engine has no tokenizer",
-                    "pass {'prompt_token_ids': [...]}",
-                )
+            tokenizer = self._known_tokenizer(index)
             return content, self._encode(index, tokenizer, content, adds_special)
         # an array of one token has no length
         if isinstance(content, Sized) and getattr(content, "ndim", True):
@@ -210,16 +277,18 @@ class RequestMaker:
         token_ids = token_ids_of(index, content)
         return (prompt.get("prompt") if isinstance(prompt, Mapping) else None), token_ids
 
+    def _known_tokenizer(self, index: int) -> Tokenizer:
+        if self._engine.tokenizer is None:
+            raise RequestError(
+                f"prompt {index} is text",
+                "token ids: this engine has no tokenizer",
+                "pass {'prompt_token_ids': [...]}",
+            )
+        return self._engine.tokenizer
+
     def _encode(self, index: int, tokenizer: Tokenizer, text: str, adds_special: bool) -> list[int]:
         """Token ids of a text, which is refused before that where it cannot fit."""
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt {index} holds a lone surrogate ({error.reason})",
-                "text that can be written as UTF-8",
-                "decode the text with the encoding that it has",
-            ) from error
+        data = utf8_of(index, text)
         if len(data) < _LONG_TEXT:
             encoding = tokenizer.encode(text, add_special_tokens=adds_special)
         else:
@@ -228,10 +297,12 @@ class RequestMaker:
             # the same tokens; a batch is tokenized without the lock of the interpreter
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
             self.check_length(len(encoding), index)
-        token_ids = encoding.ids
+        return self._with_bos(encoding.ids, adds_special)
+
+    def _with_bos(self, token_ids: list[int], adds_special: bool) -> list[int]:
         bos = self._engine.bos_token_id
         if adds_special and self._engine.add_bos and bos is not None and token_ids[:1] != [bos]:
-            token_ids = [bos, *token_ids]
+            return [bos, *token_ids]
         return token_ids
 
     def _check_size(self, index: int, text: bytes) -> None:

@@ -77,6 +77,7 @@ class StepGroup:
             how much of its tree is verified; () where drafters had no say.
         kept: of each request, which states are kept for later requests, if the step commits so
             many rows; () where none of any are.
+        predicts: a request's prediction proposes in it: what is accepted says nothing of a draft.
     """
 
     plan: SpecPlan
@@ -87,6 +88,7 @@ class StepGroup:
     live: tuple[int, ...] = ()
     allowed: tuple[int, ...] = ()
     kept: tuple[Kept | None, ...] = ()
+    predicts: bool = False
 
     @property
     def num_nodes(self) -> int:

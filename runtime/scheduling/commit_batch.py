@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Sequence
 
 from specc.runtime.drafters.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy
@@ -86,6 +87,19 @@ def commit_steps(
             levels = group.levels(i)
             for counters in (request.stats, stats):
                 counters.record_step(levels, num_accepted, num_emitted)
+                if group.predicts and request.prediction and request.prediction.proposed:
+                    proposed = request.prediction.proposed
+                    num_same = _num_same(proposed, tokens[:num_accepted])
+                    counters.record_prediction_step(
+                        len(proposed), num_same, num_accepted, num_emitted
+                    )
             request.stats.record_step_pass(step.stage_s)
-        if len(rows) == len(group.requests):
+        # what a prediction had says nothing of what the policy's plans are worth
+        if len(rows) == len(group.requests) and not group.predicts:
             policy.observe(group, step)
+
+
+def _num_same(proposed: Sequence[int], tokens: Sequence[int]) -> int:
+    """Tokens that two begin with alike."""
+    pairs = zip(proposed, tokens, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -7,6 +7,7 @@ is noted block by block: plans without a draft then still share the target's row
 finds the rows of others but not its own writes those, which nobody reads before they are noted.
 
 Rows of a target that runs with an adapter are other ones: the adapter stands before the first key.
+So does the salt of a request that has one: its blocks are found by requests of the same salt alone.
 
 The last row of a head in a block (see `docs/guide/heads.md`) is made of the first token after the
 block, too. Where there are heads that token belongs to the key: it is known as soon as the rows are
@@ -153,4 +154,6 @@ class PrefixCache:
 def _before_all(request: Request) -> bytes:
     """What the first key of a request is made of besides tokens."""
     adapter = request.adapter
-    return b"" if adapter is None or adapter < 0 else array("q", [adapter]).tobytes()
+    # of different lengths, so no part is taken for another one, or for tokens
+    salt = b"" if request.salt is None else request.salt.key
+    return salt + (b"" if adapter is None or adapter < 0 else array("q", [adapter]).tobytes())

@@ -18,8 +18,10 @@ from specc.speculation.metrics import SpecStats
 if TYPE_CHECKING:
     from specc.runtime.constraints.grammar import GrammarState
     from specc.runtime.constraints.logit_controls import LogitControls
+    from specc.runtime.drafters.prediction import Prediction
     from specc.runtime.drafters.suffix_index import SuffixIndex
     from specc.runtime.outputs.logprobs import PromptLogprobs, TokenLogprobs
+    from specc.runtime.requests.salt import Salt
 
 # tokens that are decoded at once where nobody reads the text of each
 _DECODE_TOGETHER = 16
@@ -50,6 +52,8 @@ class Request:
         output: which of the prompt's outputs.
         leader: a request of the same prompt, whose rows this one waits for while they come.
         adapter: number of the adapter that the target runs with, -1 for none; None: it has none.
+        salt: whose rows, outputs and acceptance it shares; None is those of all without one.
+        prediction: what the output may be.
     """
 
     def __init__(
@@ -73,12 +77,17 @@ class Request:
         output: int = 0,
         leader: Request | None = None,
         adapter: int | None = None,
+        salt: Salt | None = None,
+        prediction: Prediction | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
         self.output = output
         self.leader = leader
         self.adapter = adapter
+        self.salt = salt
+        # it follows the output, whatever becomes of rows
+        self.prediction = prediction
         self.prompt = prompt
         self.params = params
         self.grammar = grammar
@@ -355,6 +364,8 @@ class Request:
         self.stats.num_requests = 1
         begin_s = self.arrival_s if self._admitted is None else self._admitted
         self.stats.elapsed_s = self._clock() - begin_s
+        if self.prediction is not None:
+            self.stats.record_prediction(*self.prediction.coverage(self.output_token_ids))
 
 
 def _values(params: SamplingParams) -> list[float]:

@@ -220,8 +220,11 @@ class Scheduler:
         plans = [plan] * len(ready)
         if ready and (names := self.policy.choose_each(ready, self.stats)) is not None:
             plans = [self._plans[name] for name in names]
+        own = self._groups.with_predictions(ready, plans, ahead)
+        if own is None:
+            return None
         wishes = {}
-        for request, chosen in zip(ready, plans, strict=True):
+        for request, chosen in zip(ready, own, strict=True):
             wish = self._groups.wish(request, chosen, ahead)
             if wish is None:
                 return None
@@ -290,6 +293,8 @@ class Scheduler:
             return 1
         if group.extra or group.live or self.policy.needs_results:
             return 1
+        if any(s.prediction is not None and s.prediction.is_awake for s in requests):
+            return 1
         per_step = plan.max_depth + 1
         for request in requests:
             # its row of a step that it is certain to have no part in would be for nothing
@@ -340,7 +345,8 @@ class Scheduler:
         self._release_finished()
         if self._blocks.has_held:
             self._blocks.let_go(batch.requests)
-        self.policy.observe_batch(batch, result)
+        if not any(group.predicts for group in batch.groups):
+            self.policy.observe_batch(batch, result)
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_num_seqs:
@@ -397,6 +403,10 @@ class Scheduler:
             self._release(request)
             self.host_drafts.finish(request)
             self.stats.num_requests += 1
+            own = request.stats
+            self.stats.record_prediction(
+                own.accepted_prediction_tokens, own.rejected_prediction_tokens
+            )
 
 
 def _is_torn(request: Request) -> bool:

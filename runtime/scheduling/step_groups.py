@@ -42,6 +42,18 @@ class StepGroups:
             return None
         return plan if does else OFF
 
+    def with_predictions(
+        self, requests: Sequence[Request], plans: Sequence[SpecPlan], ahead: LookAhead
+    ) -> list[SpecPlan] | None:
+        """What a policy chose for each request, but for those whose predictions go on.
+
+        None where that depends on tokens in flight.
+        """
+        awake = [s for s in requests if s.prediction is not None and s.prediction.is_awake]
+        if any(ahead.most(request) for request in awake):
+            return None
+        return [self.host_drafts.plan_for(s, x) for s, x in zip(requests, plans, strict=True)]
+
     def readers(self, request: Request, plan: SpecPlan) -> tuple[int, ...]:
         """Drafts that read a prompt along with the target."""
         speculates = self._speculates(request, plan, request.prefill_end)
@@ -74,7 +86,10 @@ class StepGroups:
         extra = self.host_drafts.inputs(plan, requests) if plan.speculates else {}
         tokens = tuple(map(ahead.most, requests)) if ahead.is_queued else ()
         lags = bool(plan.models) and any(ahead.lags(request, plan) for request in requests)
-        return StepGroup(plan, requests, extra, tokens, lags)
+        predicts = plan.reads_proposals and any(
+            s.prediction and s.prediction.proposed for s in requests
+        )
+        return StepGroup(plan, requests, extra, tokens, lags, predicts=predicts)
 
     def _cut(self, groups: list[StepGroup], policy: Policy) -> list[StepGroup]:
         """Leave to the target what the policy has it verify.

@@ -13,7 +13,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specc.errors import FaultError, OverloadError, RequestError, SpeccError
 from specc.refuse_running import refuse_running
@@ -145,6 +145,8 @@ class Service:
         leader: Ticket | None = None,
         grammar: GrammarState | None = None,
         shown_token_ids: Set[int] = frozenset(),
+        prediction: Any = None,
+        cache_salt: str | None = None,
     ) -> Ticket:
         """Hand a request in; tokenizing and checking happen here, in the caller's thread.
 
@@ -159,6 +161,8 @@ class Service:
             leader: a request of the same prompt, whose rows this one shares.
             grammar: see `RequestMaker.make`.
             shown_token_ids: see `RequestMaker.make`.
+            prediction: likewise.
+            cache_salt: likewise.
         Raises:
             RequestError: the request is invalid, or asks for several outputs: each of those is a
                 request of its own, see `SamplingParams.each`.
@@ -182,6 +186,8 @@ class Service:
             leader=None if leader is None else leader._request,
             grammar=grammar,
             shown_token_ids=shown_token_ids,
+            prediction=prediction,
+            cache_salt=cache_salt,
         )
         self.core.scheduler.check_fits(request)
         ticket = Ticket(request, on_update)

@@ -29,6 +29,7 @@ class TransformersContender:
         assistant: draft model of assisted generation.
         settings: fields of the draft's generation configuration; empty are the defaults.
         options: fields of the target's generation configuration.
+        processors: of logits, as `generate` takes them.
     """
 
     plan: str | None = None
@@ -42,8 +43,10 @@ class TransformersContender:
         assistant: Any = None,
         settings: dict[str, Any] | None = None,
         options: dict[str, Any] | None = None,
+        processors: Sequence[Any] = (),
     ) -> None:
         self.name = name
+        self._processors = list(processors)
         self.settings = settings or {}
         self._generation = options or {}
         self._model = model
@@ -64,6 +67,8 @@ class TransformersContender:
         for _, token_ids, mask in self._batches:
             clock = _Clock()
             options = {"assistant_model": self._assistant} if self._assistant is not None else {}
+            if self._processors:
+                options["logits_processor"] = self._processors
             with torch.inference_mode():
                 found = self._model.generate(
                     token_ids, attention_mask=mask, streamer=clock, **options

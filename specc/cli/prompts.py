@@ -19,6 +19,7 @@ _FORM = 'a line such as {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}'
 _DO = "correct the line"
 _OPTIONS = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.init)
 _KEYS = ("prompt", "prompt_token_ids")
+_PREDICTION = "prediction"
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class PromptLine:
         prompt: text, or token ids.
         options: of `SamplingParams`, for this prompt alone.
         others: keys that mean nothing here.
+        prediction: what the output may be, see `LLM.generate`.
     """
 
     place: str
     prompt: str | list[int]
     options: Mapping[str, Any]
     others: tuple[str, ...] = ()
+    prediction: Any = None
 
     def params(self, common: Mapping[str, Any]) -> SamplingParams:
         """The options of the prompt, over those that all prompts share.
@@ -77,7 +80,8 @@ def plain_prompts(path: Path) -> list[str | list[int]]:
         SpeccError: as `read_prompt_lines`.
     """
     lines = read_prompt_lines(path)
-    note_keys(path, [key for line in lines for key in (*line.options, *line.others)])
+    predicted = [_PREDICTION for line in lines if line.prediction is not None]
+    note_keys(path, [key for line in lines for key in (*line.options, *line.others)] + predicted)
     return [line.prompt for line in lines]
 
 
@@ -143,8 +147,10 @@ def _read_line(place: str, line: str) -> PromptLine:
     elif not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
         raise InputFileError(f"{place}: prompt_token_ids that are no integers", _FORM, _DO)
     options = {key: item for key, item in value.items() if key in _OPTIONS}
-    others = tuple(key for key in value if key not in _OPTIONS and key not in _KEYS)
-    return PromptLine(place, not_empty(prompt, place), options, others)
+    known = {*_OPTIONS, *_KEYS, _PREDICTION}
+    others = tuple(key for key in value if key not in known)
+    own = value.get(_PREDICTION)
+    return PromptLine(place, not_empty(prompt, place), options, others, own)
 
 
 def _structured(fields: dict[str, Any]) -> StructuredOutputsParams:

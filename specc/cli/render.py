@@ -339,6 +339,15 @@ def stats_rows(stats: SpecStats, speed: PlainSpeed | None = None) -> list[tuple[
             ("acceptance rate", f"{stats.acceptance_rate:.1%}"),
             ("accepted per depth", depths or "none"),
         ]
+    if covered := stats.accepted_prediction_tokens + stats.rejected_prediction_tokens:
+        rows.append(
+            (
+                "of the prediction",
+                f"{stats.accepted_prediction_tokens} of {covered} tokens came;"
+                f" {stats.num_prediction_accepted_tokens} of {stats.num_prediction_draft_tokens}"
+                " that it drafted were accepted",
+            )
+        )
     rows += [
         ("target passes", f"{stats.num_steps} for {plain} tokens, and prefill"),
         ("target passes saved", f"{saved}{share}"),

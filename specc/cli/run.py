@@ -76,6 +76,8 @@ def run_request(
         SpeccError: of the engine, of a prompt, of a parameter.
     """
     lines = read_source(source)  # before the engine loads: a bad file fails at once
+    file = source.prediction
+    predicted = None if file is None else decode(read_bytes(file), str(file))
     common = sampling.given()
     # also what the defaults of the engine do not change
     params = [line.params(common) for line in lines]
@@ -107,8 +109,9 @@ def run_request(
         limit.check()
     prompts = [line.prompt for line in lines]
     needs_ids(prompts, llm.tokenizer is not None)
+    predictions = [predicted if line.prediction is None else line.prediction for line in lines]
     if as_json or sum(own.n for own in params) > 1:
-        outputs = llm.generate(prompts, params, _progress(len(prompts)))
+        outputs = llm.generate(prompts, params, _progress(len(prompts)), prediction=predictions)
         if as_json:
             _print_json(outputs, llm.get_metrics())
         else:
@@ -125,7 +128,7 @@ def run_request(
             for completion in output.outputs
         ]
     else:
-        sequences = [_stream(llm, prompts[0], params[0], limits[0])]
+        sequences = [_stream(llm, prompts[0], params[0], limits[0], predictions[0])]
     if stats:
         from specc.bench.plain_speed import measure_plain
         from specc.cli.render import print_stats
@@ -172,10 +175,12 @@ def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, limit: Limit) -> list[int]:
+def _stream(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, limit: Limit, prediction: Any
+) -> list[int]:
     """Print an output as it comes; returns the token ids of the prompt and of the output."""
     last, count, token_ids = "", 0, _token_ids(llm, prompt)
-    for event in llm.stream([prompt], params):
+    for event in llm.stream([prompt], params, prediction=[prediction]):
         if event.token_id is not None:
             token_ids.append(event.token_id)
         # without a tokenizer, tokens are all there is

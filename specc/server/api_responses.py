@@ -5,13 +5,14 @@ from __future__ import annotations
 import abc
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from specc.runtime.outputs.logprobs import TokenLogprobs
 from specc.runtime.service.service import Update
+from specc.server.errors import ApiError
 from specc.server.generate import Output
 from specc.server.logprobs import (
     TextOffsets,
@@ -23,7 +24,12 @@ from specc.server.logprobs import (
 )
 from specc.server.message_reader import MessageReader
 from specc.server.parsers.message import Delta, MessageParser
+from specc.server.predictions import prediction_usage
+from specc.server.protocol import GenerationRequest, StreamOptions
+from specc.server.stream import EventWriter, to_event
 from specc.speculation.metrics import SpecStats
+
+_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Options:
         has_token_ids: of prompts and outputs.
         prompt_logprobs: best tokens to name beside each of a prompt; None leaves them out.
         has_cached_tokens: usage says how much of the prompts was in the cache.
+        num_best: outputs of each prompt that come back, of those that were made; None is all.
+        has_prediction: usage says how much of a prediction the outputs have.
     """
 
     logprobs: int | None = None
@@ -45,10 +53,34 @@ class Options:
     has_token_ids: bool = False
     prompt_logprobs: int | None = None
     has_cached_tokens: bool = True
+    num_best: int | None = None
+    has_prediction: bool = False
 
 
-class ApiResponse(abc.ABC):
-    """Of either kind."""
+class Answer(abc.ABC):
+    """To one request, in the shape of its API."""
+
+    id: str
+
+    @abc.abstractmethod
+    def name(self, request_id: str | None) -> None:
+        """Told once, and first: what the client calls its request, if it calls it anything."""
+
+    @abc.abstractmethod
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """All of it at once."""
+
+    @abc.abstractmethod
+    def writer(self, wanted: GenerationRequest, cancel: Callable[[], None]) -> EventWriter:
+        """Of its stream.
+
+        Args:
+            cancel: ends the outputs; the writer is then told that they have failed.
+        """
+
+
+class ApiResponse(Answer):
+    """Of completions or chats."""
 
     prefix, kind, chunk_kind = "", "", ""
 
@@ -60,14 +92,18 @@ class ApiResponse(abc.ABC):
         self._options = options
 
     def name(self, request_id: str | None) -> None:
-        """Call the answer as the client calls its request, if it calls it anything."""
         if request_id is not None:
             self.id = f"{self.prefix}-{request_id}"
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
+        best = best_of(outputs, self._options.num_best)
+        choices = [self._choice(i, output) for i, output in enumerate(best)]
         answer = self._head(self.kind) | {"choices": choices, "usage": self.usage(outputs)}
         return answer | {"kv_transfer_params": None} | self._metrics(outputs)
+
+    def writer(self, wanted: GenerationRequest, cancel: Callable[[], None]) -> EventWriter:
+        also = wanted.stream_options or StreamOptions()
+        return ChunkWriter(self, also.has_usage, also.has_all_usage)
 
     def take(self, index: int, update: Update) -> bool:
         """Read an update, each once and in order, before its `chunk`.
@@ -95,6 +131,8 @@ class ApiResponse(abc.ABC):
 
     def usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         found = usage_of(outputs)
+        if self._options.has_prediction:
+            found["completion_tokens_details"] = prediction_usage(outputs)
         return found if self._options.has_cached_tokens else found | {"prompt_tokens_details": None}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -130,6 +168,40 @@ class ApiResponse(abc.ABC):
     @abc.abstractmethod
     def _delta(self, index: int, output: Output, update: Update, is_first: bool) -> dict[str, Any]:
         """What is new about one output, in a chunk of a stream."""
+
+
+class ChunkWriter(EventWriter):
+    """Of completions and chats: chunks without names, up to `[DONE]` or an error.
+
+    Args:
+        has_usage: a last chunk holds the usage, and all others say that they do not.
+        has_all_usage: every chunk holds the usage so far.
+    """
+
+    def __init__(self, answer: ApiResponse, has_usage: bool, has_all_usage: bool) -> None:
+        self._answer = answer
+        self._has_usage = has_usage
+        self._has_all_usage = has_all_usage
+        # outputs that have a chunk
+        self._begun: set[int] = set()
+
+    def write(self, outputs: Sequence[Output], index: int, update: Update) -> bytes:
+        """Nothing where a token has no text yet: it is in the next chunk that has some."""
+        says_something = self._answer.take(index, update) or self._has_all_usage
+        if self._begun and not says_something:
+            return b""
+        chunks = self._answer.chunks(index, outputs[index], update, index not in self._begun)
+        self._begun.add(index)
+        if self._has_usage:
+            usage = self._answer.usage(outputs) if self._has_all_usage else None
+            chunks = [chunk | {"usage": usage} for chunk in chunks]
+        return b"".join(map(to_event, chunks))
+
+    def end(self, outputs: Sequence[Output]) -> bytes:
+        return (to_event(self._answer.last_chunk(outputs)) if self._has_usage else b"") + _DONE
+
+    def fail(self, outputs: Sequence[Output], error: ApiError) -> bytes:
+        return to_event(error.to_json())
 
 
 class CompletionResponse(ApiResponse):
@@ -224,7 +296,7 @@ class ChatResponse(ApiResponse):
         own: dict[str, Any] = {"logprobs": None, "token_ids": None}
         if {"tool_calls", "function_call"} & delta.keys():
             end: dict[str, Any] = {}
-        elif delta.get("content") and _ends_by_token(output) and len(update.logprobs or []) > 1:
+        elif delta.get("content") and ends_by_token(output) and len(update.logprobs or []) > 1:
             end = {"content": ""}
             scores = choice["logprobs"]["content"]
             own["logprobs"] = choice["logprobs"] | {"content": [scores.pop()]}
@@ -273,10 +345,32 @@ class ChatResponse(ApiResponse):
         } | self._ids(news)
 
 
-def _ends_by_token(output: Output) -> bool:
+def ends_by_token(output: Output) -> bool:
     """Whether the last token ended an output, and its text is left out."""
     is_text = isinstance(output.stop_reason, str) or output.job.params.include_stop_str_in_output
     return output.finish_reason == "stop" and not is_text
+
+
+def best_of(outputs: Sequence[Output], count: int | None) -> list[Output]:
+    """The best outputs of each prompt, by the mean log probability of their tokens.
+
+    Args:
+        outputs: in order of their prompts.
+        count: of each prompt; where no more were made, or None, they stay in their order.
+    """
+    by_prompt: dict[int, list[Output]] = {}
+    for output in outputs:
+        by_prompt.setdefault(output.job.prompt, []).append(output)
+    best: list[Output] = []
+    for own in by_prompt.values():
+        has_all = count is None or len(own) <= count
+        best += own if has_all else sorted(own, key=_badness)[:count]
+    return best
+
+
+def _badness(output: Output) -> float:
+    scores = zip(output.token_ids, output.logprobs, strict=True)
+    return -sum(entries[token].logprob for token, entries in scores) / max(1, output.num_tokens)
 
 
 def usage_of(outputs: Sequence[Output]) -> dict[str, Any]:

@@ -159,6 +159,8 @@ class ServeConfig:
             engine's max_seq_len.
         max_grammar_chars: of a grammar, schema or regex, or all choices together; what a request
             asks its output to be costs memory and time, tens of times as much as its text.
+        max_stored_responses, max_stored_bytes: of /v1/responses, until they are forgotten; beyond,
+            the caller who takes most of them loses the one that was not used for the longest time.
         body_timeout_s: seconds between two parts of a body; all of it has as long, and a second
             more for each KiB that comes.
         request_timeout_s: seconds after which a request ends with what it has; None is never.
@@ -205,6 +207,14 @@ class ServeConfig:
         256 << 10,
         "Of a grammar, schema or regex, or all choices of a request together.",
         least=1,
+    )
+    max_stored_responses: int = option(
+        1024,
+        "Responses of /v1/responses that are kept in memory for later requests; 0: none.",
+        least=0,
+    )
+    max_stored_bytes: int = option(
+        64 << 20, "Of all of them together; the longest unused one goes first.", least=0
     )
     body_timeout_s: float = 30.0
     request_timeout_s: float | None = option(

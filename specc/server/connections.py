@@ -23,7 +23,8 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
 from specc.server.config import ConnectionLimits
-from specc.server.errors import ApiError, error_response, to_bytes
+from specc.server.error_forms import error_response
+from specc.server.errors import ApiError, to_bytes
 from specc.server.origin_options import Origins
 from specc.server.origins import with_origins
 from specc.server.strict_http import StrictConnection

@@ -146,10 +146,6 @@ def stopping_error() -> ApiError:
     return ApiError(503, text, code="server_stopping", headers={"Retry-After": "1"})
 
 
-def error_response(error: ApiError) -> Response:
-    return JSON(error.to_json(), status_code=error.status, headers=error.headers)
-
-
 def _sentence(found: str, needed: str, do: str) -> str:
     """What the command line says in three lines, for people who read a client's exception."""
     return f"{_begin(found)}; expected {needed}. Please {do}."

@@ -107,11 +107,16 @@ def error_of(kind: type[Fields], error: ValidationError) -> ApiError:
         do = f"Did you mean {close[0]}?" if close else "Please leave it out."
         text = f"Unknown parameter: {shorten(param)!r}. {do}"
         return ApiError(400, text, param=param, code="unknown_parameter")
-    if first["type"] == "missing":
+    return problem_error(param, first)
+
+
+def problem_error(param: str, problem: Mapping[str, Any]) -> ApiError:
+    """What pydantic says of one field."""
+    if problem["type"] == "missing":
         text = f"Missing required parameter: {param!r}. Please add it."
         return ApiError(400, text, param=param, code="missing_required_parameter")
-    is_type = first["type"].endswith("_type") or first["type"] == "int_from_float"
+    is_type = problem["type"].endswith("_type") or problem["type"] == "int_from_float"
     what = "type" if is_type else "value"
-    reason = first["msg"][:1].lower() + first["msg"][1:]
+    reason = problem["msg"][:1].lower() + problem["msg"][1:]
     text = f"Invalid {what} for {param!r}: {reason}. Please correct it."
     return ApiError(400, text, param=param, code=f"invalid_{what}")

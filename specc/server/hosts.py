@@ -15,7 +15,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specc.errors import ConfigError
-from specc.server.errors import ApiError, error_response, shorten
+from specc.server.error_forms import error_response
+from specc.server.errors import ApiError, shorten
 
 ANY = "*"
 

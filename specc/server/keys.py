@@ -1,4 +1,4 @@
-"""Keys that requests bring: `Authorization: Bearer KEY`."""
+"""Keys that requests bring: `Authorization: Bearer KEY`, or `X-Api-Key: KEY`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from specc.server.errors import ApiError
 
 
 def has_key(headers: Headers, keys: Sequence[bytes]) -> bool:
-    """Whether a request brings one of them; all are compared, and in constant time."""
+    """Whether a request brings one of them, as OpenAI's clients send it, or Anthropic's."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
+    found = [_is_known(key, keys) and scheme.lower() == "bearer"]
+    return any([*found, _is_known(headers.get("x-api-key", ""), keys)])
+
+
+def _is_known(key: str, keys: Sequence[bytes]) -> bool:
     given = key.strip().encode("utf-8", "replace")
-    found = [hmac.compare_digest(given, own) for own in keys]
-    return scheme.lower() == "bearer" and any(found)
+    # every key is compared, and in constant time
+    return any([hmac.compare_digest(given, own) for own in keys])
 
 
 def wrong_key(kind: str = "API") -> ApiError:
     """The answer to a request without the right one."""
     return ApiError(
         401,
-        f"Incorrect {kind} key provided, or none: expected the header Authorization: Bearer KEY."
-        " Please ask the operator of this server for a key.",
+        f"Incorrect {kind} key provided, or none: expected the header Authorization: Bearer KEY,"
+        " or X-Api-Key: KEY. Please ask the operator of this server for a key.",
         kind="authentication_error",
         code=f"invalid_{kind.lower()}_key",
         headers={"WWW-Authenticate": "Bearer"},

@@ -29,13 +29,14 @@ class MessageReader:
         prompt: rendered.
     Attributes:
         echo: what their contents begin with, before anything that the model says.
+        shows_reasoning: thinking is told.
     """
 
     def __init__(self, config: ServeConfig, wanted: ChatRequest, prompt: str, use: ToolUse) -> None:
         # what a grammar has made begins with its form: such an output does not think
         is_free = not has_form(wanted) and use.grammar is None
         self._thinks = FORMATS.get(config.reasoning_parser or "") if is_free else None
-        self._shows_reasoning = wanted.include_reasoning is not False
+        self.shows_reasoning = wanted.include_reasoning is not False
         self._prompt = prompt[-_END:]
         self._use = use
         self._taken_ids = _call_ids(wanted.messages)
@@ -45,6 +46,11 @@ class MessageReader:
         self.role = "assistant" if begins else last.role
         is_same = bool(wanted.echo) and last.role == self.role
         self.echo = _text(last) if is_same else ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Outputs are content, and all of it: nothing is looked for."""
+        return self._thinks is None and self._use.form is None
 
     @property
     def markers(self) -> Sequence[str]:
@@ -68,7 +74,7 @@ class MessageReader:
         elif whole.calls:
             fields["tool_calls"] = [_call(call) for call in whole.calls]
         # null where there is none, or none is shown: clients of vLLM read it unasked
-        shown = whole.reasoning or None if self._shows_reasoning else None
+        shown = whole.reasoning or None if self.shows_reasoning else None
         return fields | _reasoning(shown)
 
     def delta(self, news: Delta) -> dict[str, Any]:
@@ -82,12 +88,16 @@ class MessageReader:
             fields["function_call"] = without_nulls(function)
         elif news.calls:
             fields["tool_calls"] = [{"index": call.index} | _call(call) for call in news.calls]
-        shown = news.reasoning if self._shows_reasoning else None
+        shown = news.reasoning if self.shows_reasoning else None
         return fields | (_reasoning(shown) if shown else {})
 
     def finish_reason(self, reason: str | None, parser: MessageParser) -> str | None:
         """Why an output has ended, if it has."""
         return reason and self._use.finish_reason(reason, parser)
+
+    def has_called(self, reason: str | None, parser: MessageParser) -> bool:
+        """See `ToolUse.has_called`; of an output that has ended."""
+        return reason is not None and self._use.has_called(reason, parser)
 
 
 def _reasoning(text: str | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ _ONLY_OWN = frozenset(
         "goodput_tokens_per_second", "predicted_goodput_tokens_per_second", "plan",
         "engine_healthy", "engine_failures", "draft_weights_version", "draft_reloads",
         "draft_reload_failures",
+        "prediction_draft_tokens", "prediction_accepted_tokens",
     )
 )  # fmt: skip
 

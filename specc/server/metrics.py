@@ -247,6 +247,8 @@ class ServeMetrics(Collector):
                 "cached_tokens": stats.num_cached_tokens,
                 "prefix_hit_rate": _hit_rate(state),
                 "preemptions": stats.num_preemptions,
+                "prediction_draft_tokens": stats.num_prediction_draft_tokens,
+                "prediction_accepted_tokens": stats.num_prediction_accepted_tokens,
                 "failures": state.num_failures,
                 "mean_acceptance_length": stats.mean_acceptance_length,
                 "accepted_per_depth": stats.accepted_per_depth,
@@ -319,6 +321,12 @@ class ServeMetrics(Collector):
             ("spec_decode_num_drafts", "Steps that drafted.", stats.num_spec_steps),
             ("spec_decode_num_draft_tokens", "Draft tokens.", stats.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Those accepted.", stats.num_accepted_tokens),
+            ("prediction_draft_tokens", "Of predictions.", stats.num_prediction_draft_tokens),
+            (
+                "prediction_accepted_tokens",
+                "Those accepted.",
+                stats.num_prediction_accepted_tokens,
+            ),
             ("engine_failures", "Iterations that failed.", state.num_failures),
         ):
             counter = self._family(CounterMetricFamily, name, text)

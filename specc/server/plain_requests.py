@@ -10,6 +10,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "X-Request-Id"
+# the same, as Anthropic's clients read it
+_ANTHROPIC_HEADER = "Request-Id"
+MESSAGES = "/v1/messages"
 # what may go back in a header, and into an answer
 _ID = re.compile(r"[ -~]{1,256}")
 
@@ -17,6 +20,11 @@ _ID = re.compile(r"[ -~]{1,256}")
 def request_id_of(request: Request) -> str | None:
     """What the client calls its request, in a header, if it calls it anything."""
     return _sent_id(request.headers)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether requests to a path, and answers to them, have the form of Anthropic's API."""
+    return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 
 class PlainRequests:
@@ -42,7 +50,7 @@ class PlainRequests:
         plain = {**scope, "path": scope["path"].rstrip("/") or "/"}
         if scope["method"] == "HEAD":
             plain["method"] = "GET"
-        has_id = self._has_ids or scope["method"] == "POST"
+        has_id = self._has_ids or scope["method"] == "POST" or is_anthropic(plain["path"])
         await self._app(plain, receive, self._with_id(scope, send) if has_id else send)
 
     def _with_id(self, scope: Scope, send: Send) -> Send:
@@ -50,6 +58,8 @@ class PlainRequests:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.setdefault(HEADER, _sent_id(Headers(scope=scope)) or uuid.uuid4().hex)
+                if is_anthropic(scope["path"]):
+                    headers[_ANTHROPIC_HEADER] = headers[HEADER]
             await send(message)
 
         return send_with_id

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, WithJsonSchema
 
+from specc.runtime.requests.salt import MAX_CHARACTERS
 from specc.sampling.logit_controls import MAX_BAD_WORDS, MAX_BIAS
 from specc.sampling.params import MAX_LOGPROBS
 from specc.sampling.rows import RULES
@@ -44,6 +45,37 @@ def _number(low: float, high: float | None = None) -> Any:
     return Field(json_schema_extra=limits)
 
 
+# read where prompts are: it can be long
+_PREDICTION = WithJsonSchema(
+    {
+        "anyOf": [
+            {
+                "type": "object",
+                "required": ["type", "content"],
+                "properties": {
+                    "type": {"const": "content"},
+                    "content": {
+                        "anyOf": [
+                            {"type": "string"},
+                            {
+                                "type": "array",
+                                "items": {
+                                    "type": "object",
+                                    "required": ["type", "text"],
+                                    "properties": {
+                                        "type": {"const": "text"},
+                                        "text": {"type": "string"},
+                                    },
+                                },
+                            },
+                        ]
+                    },
+                },
+            },
+            {"type": "null"},
+        ]
+    }
+)
 _SCHEMA = WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]})
 _BIAS = WithJsonSchema(
     {
@@ -70,13 +102,13 @@ _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 # what may be long and is read before anything is generated
 _LONG = (
     "prompt", "messages", "tools", "functions", "documents", "chat_template", "structured_outputs",
-    "response_format", *_GUIDED,
+    "response_format", "prediction", *_GUIDED,
 )  # fmt: skip
 # fields of OpenAI's API and of vLLM's that change no output here
 IGNORED = frozenset(
     (
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "parallel_tool_calls", "verbosity", "prediction",
+        "prompt_cache_retention", "parallel_tool_calls", "verbosity",
         "length_penalty", "guided_decoding_backend", "session_id",
         "spaces_between_special_tokens",
     )
@@ -90,11 +122,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "web_search_options": (),
     "use_beam_search": (False,),
-    "truncate_prompt_tokens": (),
     "return_tokens_as_token_ids": (False,),
     "logprob_token_ids": ([],),
-    # who sends one relies on it that nobody else's prefixes are used
-    "cache_salt": (),
 }
 
 
@@ -186,6 +215,8 @@ class GenerationRequest(Fields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[Int | None, _number(-1)] = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: Annotated[Int | None, Field(ge=-(1 << 31), lt=1 << 31)] = None
     request_id: Annotated[str | None, Field(pattern=r"^[ -~]{1,256}$")] = None
     structured_outputs: StructuredOutputs | None = None
@@ -194,17 +225,22 @@ class GenerationRequest(Fields):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_CHARACTERS)] = None
+    # OpenAI's, of chats
+    prediction: Annotated[Any, _PREDICTION] = None
     # and of specc
     rule: Annotated[str | None, Field(json_schema_extra={"enum": [*RULES, None]})] = None
     speculative: bool | None = None
     return_spec_metrics: bool | None = None
+    # token ids of the prediction, where the engine has steps for it
+    _predicted: list[int] | None = PrivateAttr(default=None)
 
 
 class CompletionRequest(GenerationRequest):
     """Of /v1/completions."""
 
     prompt: Prompts
-    best_of: Annotated[Int | None, Field(ge=1)] = None
+    best_of: Annotated[Int | None, Field(ge=1, le=MAX_CHOICES)] = None
     echo: bool | None = None
     logprobs: Annotated[Int | None, _number(0, MAX_LOGPROBS)] = None
 

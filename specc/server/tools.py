@@ -55,13 +55,19 @@ class ToolUse:
         Args:
             reason: `stop` or `length`.
         """
-        if self.is_named:
-            # the client knows that there is a call, and OpenAI's API does not say it again
-            return reason
-        is_cut = reason == "length" and (self.grammar is not None or not message.ends_with_call)
-        if not message.has_whole_calls or is_cut:
+        # who named one knows that there is a call, and OpenAI's API does not say it again
+        if self.is_named or not self.has_called(reason, message):
             return reason
         return "function_call" if self.are_functions else "tool_calls"
+
+    def has_called(self, reason: str, message: MessageParser) -> bool:
+        """Whether an output is calls that can be made: whole ones, and nothing was cut after them.
+
+        Args:
+            reason: `stop` or `length`.
+        """
+        is_cut = reason == "length" and (self.grammar is not None or not message.ends_with_call)
+        return message.has_whole_calls and not is_cut
 
 
 def with_tools(wanted: ChatRequest, config: ServeConfig, unknown: UnknownFields) -> None:

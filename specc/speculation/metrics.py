@@ -33,6 +33,10 @@ class SpecStats:
         num_draft_tokens: draft tokens, without those after the end of a request.
         num_accepted_tokens: accepted and emitted draft tokens, bonus not counted.
         num_trimmed_tokens: verified tokens after the end of a request, not emitted.
+        num_prediction_draft_tokens: those of `num_draft_tokens` that predictions proposed.
+        num_prediction_accepted_tokens: those of them that were accepted and emitted.
+        accepted_prediction_tokens: tokens of predictions that outputs have, of requests that ended;
+        rejected_prediction_tokens: and tokens that they do not have. Neither depends on steps.
         accepted_at_depth: speculative steps in which depth 1, 2, … was accepted.
         num_prefill_passes: target passes over prompt tokens.
         num_step_passes: target passes of decode steps.
@@ -56,6 +60,10 @@ class SpecStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_trimmed_tokens: int = 0
+    num_prediction_draft_tokens: int = 0
+    num_prediction_accepted_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     accepted_at_depth: list[int] = field(default_factory=list)
     num_prefill_passes: int = 0
     num_step_passes: int = 0
@@ -92,6 +100,26 @@ class SpecStats:
         self.accepted_at_depth.extend([0] * missing)
         for depth in range(accepted):
             self.accepted_at_depth[depth] += 1
+
+    def record_prediction_step(
+        self, proposed: int, num_same: int, num_accepted: int, num_emitted: int
+    ) -> None:
+        """Count what a prediction had in a step that `record_step` has counted, by its rule.
+
+        Args:
+            proposed: draft tokens that it had, 1 or more.
+            num_same: those of them, from the first on, that are the accepted ones.
+            num_accepted: see `record_step`.
+            num_emitted: likewise.
+        """
+        accepted = min(num_same, max(num_emitted - 1, 0))
+        self.num_prediction_accepted_tokens += accepted
+        self.num_prediction_draft_tokens += proposed if num_emitted > num_accepted else accepted
+
+    def record_prediction(self, accepted: int, rejected: int) -> None:
+        """Count a prediction whose request has ended; see `Prediction.coverage`."""
+        self.accepted_prediction_tokens += accepted
+        self.rejected_prediction_tokens += rejected
 
     def record_prefill_pass(self, seconds: float, is_target: bool = True) -> None:
         self.num_prefill_passes += is_target

@@ -180,6 +180,7 @@ class _Seen:
     token_ids: list[int]
     output_token_ids: list[int]
     suffix_index: SuffixIndex | None = None
+    salt: None = None
 
 
 def acceptance_of(chains: Iterable[Sequence[int]], width: int, depth: int) -> list[list[float]]:

@@ -60,6 +60,7 @@ def bench(
       specc bench engine/ --against transformers --against llama.cpp --rounds 7
       specc bench engine/ --plan chain-4 --plan tree-3-2-1 --batch-size 8
       specc bench engine/ --dataset question.jsonl --num-prompts 10 --tokens 512 --rounds 1
+      specc bench engine/ --edits module.py --rounds 3 --against transformers
       specc bench engine/ --synthetic-acceptance 0.7,0.1,0.05
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --synthetic-acceptance .8
       specc bench --synthetic llama-3.1-8b/llama-3.2-1b --quantize int4 --quantize-group 64
@@ -144,6 +145,11 @@ def choose_subject(directory: Path | None, shapes: ShapesOptions, options: Bench
             from specc.cli.bench.dataset import run_dataset_bench
 
             run_dataset_bench(directory, options.dataset, options)
+            return
+        if options.edits is not None:
+            from specc.cli.bench.edits import run_edits_bench
+
+            run_edits_bench(directory, options.edits, options)
             return
         from specc.cli.bench.engine import run_bench
 

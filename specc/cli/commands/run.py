@@ -70,6 +70,7 @@ def run(
       specc run engine/ "Once" --temperature 0.8 --top-p 0.95 --seed 7
       cat prompt.txt | specc run engine/ --plan off
       specc run engine/ --prompts prompts.jsonl --json > outputs.json
+      specc run engine/ --file edit.txt --prediction module.py --temperature 0 --stats
     """  # noqa: D301
     from specc.cli.run import run_request
 

@@ -38,6 +38,7 @@ def serve(
             "kv_cache_tokens",
             "shares_prefixes",
             "shares_outputs",
+            "shares_unsalted",
             "max_waiting",
             "sleep_after_s",
             "verify",

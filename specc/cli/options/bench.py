@@ -41,6 +41,12 @@ class BenchOptions(PromptFile, ReportOptions):
         " or SPEED-Bench as JSON lines.",
         metavar="FILE",
     )
+    edits: Path | None = option(
+        None,
+        "A file, such as a module of Python, that the target writes again with 1 %, 10 % and 50 %"
+        " of its lines changed: with its text as the prediction, with a wrong one, and without.",
+        metavar="FILE",
+    )
     batch_size: int = option(1, "Prompts that are decoded together.", least=1)
     plans: tuple[str, ...] = option(
         (), "Measure this plan instead of the engine's default one; repeatable.", "--plan"
@@ -72,6 +78,23 @@ class BenchOptions(PromptFile, ReportOptions):
             check_name(name)
         if self.dataset is not None:
             self._check_dataset()
+        if self.edits is not None:
+            self._check_edits()
+
+    def _check_edits(self) -> None:
+        """Raises ConfigError: options that edits of a file do not go with."""
+        for name, value in (
+            ("--prompts", self.prompts),
+            ("--dataset", self.dataset),
+            ("--plan", " --plan ".join(self.plans) or None),
+            ("--synthetic-acceptance", self.synthetic_acceptance),
+            ("--plot", self.plot),
+            ("--batch-size", None if self.batch_size == 1 else self.batch_size),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"--edits {self.edits} and {name} {value}", "one of them", f"leave out {name}"
+                )
 
     def _check_dataset(self) -> None:
         """Raises ConfigError: options that conversations do not go with."""
@@ -99,6 +122,7 @@ class BenchOptions(PromptFile, ReportOptions):
             "--plan": self.plans,
             "--prompts": self.prompts,
             "--dataset": self.dataset,
+            "--edits": self.edits,
             "--num-prompts": self.num_prompts,
             "--target-checkpoint": self.target_checkpoint,
             "--draft-checkpoint": self.draft_checkpoint,

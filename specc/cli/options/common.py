@@ -20,6 +20,12 @@ class PromptSource:
         'File of JSON lines, a batch: each {"prompt": "…"} or {"prompt_token_ids": […]}, and'
         " options of that prompt, such as max_tokens.",
     )
+    prediction: Path | None = option(
+        None,
+        "UTF-8 file: what the output may be, such as a file that is to be edited. Lines of"
+        " --prompts may have a prediction of their own.",
+        metavar="FILE",
+    )
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,27 @@ class Delta:
     content: str = ""
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+    # all of it in the order of the text, for answers whose content is blocks
+    pieces: list[Text | CallDelta] = field(default_factory=list, compare=False)
 
     @property
     def says_something(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
+
+    def say(self, text: str, is_reasoning: bool = False) -> None:
+        """Add characters, if there are any."""
+        if not text:
+            return
+        if is_reasoning:
+            self.reasoning += text
+        else:
+            self.content += text
+        self.pieces.append(Text(text, is_reasoning))
+
+    def call(self, call: CallDelta) -> None:
+        """Add a call, or the beginning of what is new about one."""
+        self.calls.append(call)
+        self.pieces.append(call)
 
 
 class MessageParser:
@@ -74,6 +91,8 @@ class MessageParser:
         self._is_numbered = is_numbered
         self._num_calls = 0
         self._num_whole = 0
+        # of each call that has ended: whether it is whole
+        self.ended_calls: list[bool] = []
         # white space since the last call, and whether there is nothing else
         self._space = Blanks()
         self._is_blank = True
@@ -100,13 +119,13 @@ class MessageParser:
             if not isinstance(event, Text):
                 self._add([event], delta)
             elif event.is_reasoning:
-                delta.reasoning += event.text
+                delta.say(event.text, is_reasoning=True)
             else:
                 self._take_text(event.text, delta)
         if is_last and self._calls is not None:
             self._add(self._calls.finish(), delta)
         if is_last and not self._num_calls:
-            delta.content += self._space.pop()
+            delta.say(self._space.pop())
         return delta
 
     def _think(self, text: str, is_last: bool) -> list[Event]:
@@ -119,7 +138,7 @@ class MessageParser:
         if self._calls is not None:
             self._add(self._calls.feed(text), delta)
         elif text:
-            delta.content += text
+            delta.say(text)
             self._is_blank = False
 
     def _add(self, events: list[Event], delta: Delta) -> None:
@@ -132,14 +151,15 @@ class MessageParser:
                 self._num_calls += 1
                 if self._is_wanted:
                     call_id = self._id_of(event)
-                    delta.calls.append(CallDelta(self._index, call_id, event.name))
+                    delta.call(CallDelta(self._index, call_id, event.name))
             elif isinstance(event, CallArguments):
                 if self._is_wanted and event.text:
                     if not delta.calls or delta.calls[-1].index != self._index:
-                        delta.calls.append(CallDelta(self._index))
+                        delta.call(CallDelta(self._index))
                     delta.calls[-1].arguments += event.text
             elif isinstance(event, CallEnd):
                 self._num_whole += event.is_whole
+                self.ended_calls.append(event.is_whole)
 
     def _id_of(self, call: CallBegin) -> str:
         """The model's own, unless another call has it: answers of tools name their call by it."""
@@ -171,4 +191,4 @@ class MessageParser:
             text = self._space.take(text)
             self._is_blank = not text
         if text:
-            delta.content += self._space.pop() + text
+            delta.say(self._space.pop() + text)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from specc.runtime.drafters.prediction import Prediction
 from specc.runtime.policies.base import FixedPolicy, Policy
 from specc.runtime.scheduling.batch import Batch
 from specc.runtime.scheduling.request import Request
@@ -284,6 +285,19 @@ def test_lookups_on_the_host_wait_for_tokens() -> None:
     batch = running(scheduler, make_request("a", max_tokens=20), make_request("b", max_tokens=20))
     assert ahead_of(scheduler, batch) is None
     policy.plans["a"] = OFF.name
+    assert ahead_of(scheduler, batch) == {"chain-2": ["b"], "off": ["a"]}
+
+
+def test_a_prediction_that_may_go_on_waits_for_tokens() -> None:
+    """Whatever plan it would leave; one that has been lost for long keeps nobody."""
+    suffix = SpecPlan.from_widths((1, 1), drafts=("suffix",))
+    scheduler = scripted(Script(a=OFF.name, b=CHAIN.name), suffix)
+    request = make_request("a", max_tokens=20)
+    request.prediction = Prediction([1001, 1002, 1003])
+    batch = running(scheduler, request, make_request("b", max_tokens=20))
+    assert groups(batch) == {"chain-2": ["b"], "off": ["a"]}
+    assert ahead_of(scheduler, batch) is None
+    request.prediction.propose([1000] * 80, 1)
     assert ahead_of(scheduler, batch) == {"chain-2": ["b"], "off": ["a"]}
 
 

@@ -46,13 +46,13 @@ class Script:
     A draft that is right for 0, 1, … 7 tokens in turn makes steps of 1 to 8 tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, positions: int = POSITIONS) -> None:
         self._tokenizer = tokenizer
         self.token_ids: list[int] = []
         self._begin = 0
         self._missed = {0}
         at = 0
-        for right in itertools.islice(itertools.cycle(range(8)), POSITIONS):
+        for right in itertools.islice(itertools.cycle(range(8)), positions):
             at += right + 1
             self._missed.add(at)
 
@@ -86,17 +86,21 @@ class Script:
         return self._tokenizer.token_to_id("<eos>")
 
 
-def scripted_engine(plan: Sequence[int] = (1,) * 8) -> tuple[Engine, Script]:
+def scripted_engine(
+    plan: Sequence[int] = (1,) * 8,
+    positions: int = POSITIONS,
+    script_type: type[Script] = Script,
+) -> tuple[Engine, Script]:
     """An engine with plans off and `plan`, and what it says."""
     engine = build_engine(
         plans=((), tuple(plan)),
-        max_seq_len=POSITIONS,
-        draft_positions=POSITIONS,
+        max_seq_len=positions,
+        draft_positions=positions,
         block_size=16,
         prefill_chunk=512,
     )
     tokenizer = byte_tokenizer()
-    script = Script(tokenizer)
+    script = script_type(tokenizer, positions)
 
     def say(is_draft: bool) -> Any:
         def forward(tokens: Tensor, positions: Tensor, *others: Tensor, **more: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: requests become chats, and answers blocks."""
