@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.errors import RequestError
+from specc.runtime.draft_weights import DraftVersion
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import AsyncEngineArgs
 from specc.runtime.outputs.logprobs import TokenLogprobs, TokenTexts
@@ -21,6 +22,7 @@ from specc.runtime.requests.prompt_forms import Prompt
 from specc.runtime.requests.tool_messages import render_chat
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.stream import UpdateStream
+from specc.runtime.sleep import check_tags
 from specc.sampling.params import RequestOutputKind, SamplingParams
 from specc.speculation.metrics import SpecStats
 from specc.vllm.answers import answer_names, refuses_calls
@@ -77,7 +79,9 @@ class AsyncLLM:
         self._seeds = Seeds(args.seed)
         core = args.make_core()
         self._texts = TokenTexts(core.engine.tokenizer)
-        self._service: Service | None = Service(core, args.max_waiting)
+        self._service: Service | None = Service(
+            core, args.max_waiting, sleep_after_s=args.sleep_after_s
+        )
         # request → its outputs
         self._open: dict[str, list[UpdateStream]] = {}
         # open requests that were aborted, perhaps before all of their outputs were handed in
@@ -213,6 +217,22 @@ class AsyncLLM:
     async def get_metrics(self) -> SpecStats:
         """Counters of all requests since the engine was loaded; at most a few iterations old."""
         return self._running.state().stats
+
+    async def reload_draft(self, path: str | Path, draft: str | None = None) -> DraftVersion:
+        """See `LLM.reload_draft`; requests go on meanwhile."""
+        return await asyncio.to_thread(self._running.operator.reload_draft, path, draft)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `LLM.sleep`; it waits for open requests, and refuses others with OverloadError."""
+        await asyncio.to_thread(self._running.operator.sleep, level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `LLM.wake_up`."""
+        check_tags(tags)
+        await asyncio.to_thread(self._running.operator.wake_up)
+
+    async def is_sleeping(self) -> bool:
+        return self._running.operator.is_asleep
 
     def close(self) -> None:
         """End all requests, with `abort`, and release weights and caches. Twice does nothing."""

@@ -129,6 +129,7 @@ class EngineCore:
             self.scheduler.use(chosen)
         num_batches = _batches_of(engine, micro_batches)
         self.in_flight = InFlight(self.scheduler, self.runner, num_batches, multi_step_s)
+        engine.loops.add(self.in_flight)
         self.requests = RequestMaker(
             engine,
             plan if is_fixed else None,

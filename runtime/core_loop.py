@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specc.errors import RequestError
 from specc.runtime.core import EngineCore
 from specc.runtime.shared_loop import SharedLoop
 
 if TYPE_CHECKING:
+    from specc.runtime.engine import Engine
     from specc.runtime.scheduling.request import Request
+
+Found = TypeVar("Found")
 
 
 class CoreLoop:
@@ -41,6 +44,7 @@ class CoreLoop:
         loop, watch = self._loop, _Watch(core, requests)
 
         def add() -> None:
+            core.engine.sleep.check()
             for request in requests:
                 core.scheduler.add(request)
 
@@ -58,6 +62,25 @@ class CoreLoop:
                 yield
         finally:
             loop.do(drop)
+
+    def between_steps(self, engine: Engine, work: Callable[[], Found]) -> Found:
+        """Do something while no step of an engine is in flight, whoever runs it.
+
+        Raises:
+            RequestError: from within an iteration, which is no such time.
+        """
+        if engine.turn.is_mine:
+            raise RequestError(
+                "a call from within a step", "one between two steps", "call it from another place"
+            )
+        found: list[Found] = []
+
+        def work_there() -> None:
+            engine.settle()
+            found.append(work())
+
+        self._loop.do(work_there)
+        return found[0]
 
     def close(self, core: EngineCore) -> None:
         """Drop all requests; whoever still waits gets an error, and the core is not held."""
@@ -110,7 +133,8 @@ class _Watch:
 
 def _advance(core: EngineCore) -> None:
     has_run = _timed(core, core.advance)
-    if not has_run:
+    # somebody else may have committed the last of what was queued
+    if not has_run and core.scheduler.has_work:
         raise RequestError(
             "no request can run: another LLM holds the caches of this engine",
             "free slots and cache blocks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,11 @@ from specc.runtime.backends.engine_cache import DTYPES
 from specc.runtime.backends.held_weights import check_mmap
 from specc.runtime.backends.offload_budget import check_offload, least_of
 from specc.runtime.backends.overlap import check_overlap
-from specc.runtime.backends.program_files import MappedWeights
+from specc.runtime.backends.program_files import MappedWeights, StoredWeights
 from specc.runtime.backends.registry import backend_of
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.constraints.grammars import Grammars
+from specc.runtime.draft_weights import DraftWeights
 from specc.runtime.execution.draws import BegunModel, DrawnPrograms
 from specc.runtime.execution.link import HostLink, Link
 from specc.runtime.kept_latency import with_kept_latency
@@ -36,12 +38,14 @@ from specc.runtime.runner import Runner
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.state_slabs import StateSlabs
 from specc.runtime.shared_loop import FairLock
+from specc.runtime.sleep import Sleep
 from specc.speculation.plans import OFF, SpecPlan
 from specc.system.allocator import give_back
 from specc.system.machine import check_threads
 
 if TYPE_CHECKING:
     from specc.artifact.manifest import Manifest
+    from specc.runtime.in_flight import InFlight
 
 _DO = "compile the engine again"
 
@@ -76,6 +80,8 @@ class Engine:
         loaded_with: options of loading that change how long passes take.
         runner_type: what runs batches of its steps.
         turn: held for each iteration of the `LLM`s over this engine, in whatever threads.
+        stored_weights: files that weights of its programs are in, or were read from.
+        loops: that run its steps.
     """
 
     target: Model
@@ -103,6 +109,10 @@ class Engine:
     loaded_with: Mapping[str, Any] = field(default_factory=dict)
     runner_type: type[Runner] = Runner
     turn: FairLock = field(default_factory=FairLock, repr=False, compare=False)
+    stored_weights: tuple[StoredWeights, ...] = ()
+    loops: weakref.WeakSet[InFlight] = field(
+        default_factory=weakref.WeakSet, repr=False, compare=False
+    )
 
     @property
     def facts(self) -> BackendFacts:
@@ -117,6 +127,21 @@ class Engine:
     def grammars(self) -> Grammars:
         """Compiled grammars of structured outputs."""
         return Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+
+    @functools.cached_property
+    def draft_weights(self) -> DraftWeights:
+        """Takes new weights of its drafts."""
+        return DraftWeights(self)
+
+    @functools.cached_property
+    def sleep(self) -> Sleep:
+        """Lets its weights and caches leave memory, and come back."""
+        return Sleep(self)
+
+    def settle(self) -> None:
+        """Commit what is queued on its device, of all that run it: no step is in flight then."""
+        for loop in list(self.loops):
+            loop.finish()
 
     def states_of(self, model: Model) -> StateSlabs | None:
         """States that the layers of a program read; None where they keep none."""
@@ -307,6 +332,7 @@ class Engine:
             staged=loaded.staged,
             self_drafts=loaded.self_drafts,
             runner_type=loaded.runner_type,
+            stored_weights=loaded.stored_weights,
         )
 
 

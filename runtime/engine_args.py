@@ -366,6 +366,14 @@ class AsyncEngineArgs(EngineArgs):
     max_waiting: int = option(
         1024, "Requests that wait at most; more are refused (over HTTP: 503).", least=1
     )
+    sleep_after_s: float | None = option(
+        None,
+        "Seconds without a request after which weights and caches leave memory; the next request"
+        " waits until they are back. Else never.",
+        "--sleep-after",
+        shows_default=False,
+        above=0,
+    )
 
 
 @functools.cache

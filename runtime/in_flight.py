@@ -127,6 +127,20 @@ class InFlight:
             self._finish_oldest()
         self._is_whole = True
 
+    def finish(self) -> None:
+        """Commit all that is queued, and queue nothing: no step is in flight after it."""
+        self._begin()
+        while self.queued:
+            self.queued[0].pending.complete()
+            self._finish_oldest()
+        self._last_end_s = None
+        self._is_whole = True
+
+    @property
+    def is_idle(self) -> bool:
+        """No request runs or waits, and nothing is queued."""
+        return not self.queued and not self._scheduler.has_work
+
     def _begin(self) -> None:
         """Start from what was committed, if the call before this one ended early."""
         if not self._is_whole:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from specc.errors import RequestError
 from specc.runtime.core import EngineCore
 from specc.runtime.core_loop import CoreLoop, refuse_closed
+from specc.runtime.draft_weights import DraftVersion
 from specc.runtime.engine import Engine
 from specc.runtime.engine_args import EngineArgs
 from specc.runtime.outputs.request_output import OutputTexts, RequestOutput, StreamOutput, joined
@@ -20,6 +21,7 @@ from specc.runtime.requests.call_options import Call, Seeds, read_call
 from specc.runtime.requests.engine_tokenizer import Conversation, EngineTokenizer
 from specc.runtime.requests.prompt_forms import Prompt
 from specc.runtime.requests.tool_messages import render_chat
+from specc.runtime.sleep import check_tags
 from specc.sampling.params import SamplingParams
 from specc.speculation.metrics import SpecStats
 from specc.vllm.answers import refuses_calls
@@ -286,6 +288,53 @@ class LLM:
             return core.scheduler.stats.copy()
         with core.engine.turn:
             return core.scheduler.stats.copy()
+
+    def reload_draft(self, path: str | Path, draft: str | None = None) -> DraftVersion:
+        """Give a draft other weights, between two steps; requests go on, with the same outputs.
+
+        Args:
+            path: of a file that `specc draft-weights` has written for this engine.
+            draft: `draft_0`, …; None is the only one.
+        Returns:
+            the version that the draft has now.
+        Raises:
+            WeightError: the file is another engine's, or not all of it may be taken. The draft has
+                the weights that it had.
+            ConfigError: the engine has no such draft, or none that takes weights.
+        """
+        engine = self.engine
+        new = engine.draft_weights.read(path, draft)
+        return self._loop.between_steps(engine, lambda: engine.draft_weights.put(new))
+
+    def sleep(self, level: int = 1) -> None:
+        """Let weights and caches leave memory, until `wake_up`; prefixes are forgotten.
+
+        Args:
+            level: 1, as vLLM calls it.
+        Raises:
+            RequestError: requests are under way; or another level.
+            ConfigError: an engine that cannot sleep.
+            OutputError: no room on disk for weights that were loaded since the engine was.
+        """
+        engine = self.engine
+        self._loop.between_steps(engine, lambda: engine.sleep.begin(level))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Have weights and caches in memory again; where they are, nothing happens.
+
+        Args:
+            tags: as of vLLM: `weights` and `kv_cache`, both; None is all.
+        Raises:
+            RequestError: one without the other.
+            EngineError: a file of the engine has been altered meanwhile.
+        """
+        check_tags(tags)
+        engine = self.engine
+        self._loop.between_steps(engine, engine.sleep.end)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.engine.sleep.is_asleep
 
     def close(self) -> None:
         """Drop all requests and release weights and caches; whoever still waits gets an error.

@@ -34,6 +34,7 @@ class CompileRequest:
         dtypes: of the models.
         keeps_states: layers of the target keep states, which is known once it is traced.
         stateful_drafts: draft models whose layers keep states.
+        while_running: what is asked of the engine once it runs, by the names of its methods.
     """
 
     config: Any
@@ -48,6 +49,7 @@ class CompileRequest:
     dtypes: Sequence[str] = ()
     keeps_states: bool = False
     stateful_drafts: Collection[str] = ()
+    while_running: Collection[str] = ()
 
     @property
     def known_plans(self) -> Sequence[Any]:

@@ -182,3 +182,8 @@ PARTS_OF_STATES = Feature(
     lambda x: (RANKS.given(x) or STAGES.given(x)) if x.keeps_states else None,
 )
 UNQUANTIZED = Feature("no --quantize", lambda x: None if x.config.quantize else "no --quantize")
+RELOAD = Feature(
+    "new weights of a draft (reload_draft)",
+    lambda x: "reload_draft" if "reload_draft" in x.while_running else None,
+)
+SLEEP = Feature("sleep", lambda x: "sleep" if "sleep" in x.while_running else None)

@@ -26,9 +26,11 @@ from specc.features import (
     PARTS_OF_STATES,
     RANKS,
     READER,
+    RELOAD,
     ROUNDED,
     SEGMENTS,
     SELF_DRAFT,
+    SLEEP,
     STAGES,
     STATES,
     TARGET_QUANTIZED,
@@ -341,5 +343,37 @@ REFUSALS: tuple[Refusal, ...] = (
             (STAGES, "one rank, which has all states that the draft reads"),
             (SEGMENTS, "a target that is one program"),
         )
+    ),
+    *(
+        Refusal(
+            feature,
+            other,
+            f"an engine of one rank: others would have to {what} at the same step",
+            "leave out {other} when you compile, or start the engine again with what is new",
+            "{a} of an engine with {b}",
+        )
+        for feature, what in ((RELOAD, "take the weights"), (SLEEP, "sleep"))
+        for other in (RANKS, STAGES, DRAFT_RANKS)
+    ),
+    Refusal(
+        RELOAD,
+        Backends(lambda facts, options: not facts.is_padded),
+        "a backend whose programs read weights where they lie: {backends}",
+        "compile with --backend {taker}, or start the engine again with the other draft",
+        "{a} of an engine of the backend {b}, which keeps copies in forms of its own",
+    ),
+    Refusal(
+        SLEEP,
+        Backends(lambda facts, options: not (facts.is_padded or facts.is_on_gpu)),
+        "a backend on the host, whose addresses outlive their memory: {backends}",
+        "end the process, and start it again when it is needed",
+        "{a} of an engine of the backend {b}",
+    ),
+    Refusal(
+        SLEEP,
+        SEGMENTS,
+        "a target that is one program: segments read their weights ahead of their passes",
+        "compile without --segments",
+        "{a} of an engine with {b}",
     ),
 )

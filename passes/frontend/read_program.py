@@ -136,14 +136,8 @@ class _Values:
             return self._traced[name]
         dtype = getattr(torch, entry["dtype"])
         shape = tuple(entry.get("blocks_of", entry["shape"]))
-        if kind == "weight" and "quantized_of" in entry:
-            program.weights[name] = _quantized(entry)
-        elif kind == "weight":
-            parameters = tuple(entry["key"].split("+"))
-            is_turned = entry.get("is_turned", False)
-            program.weights[name] = Weight(
-                parameters, dtype, shape, "blocks_of" in entry, is_turned=is_turned
-            )
+        if kind == "weight":
+            program.weights[name] = weight_of(entry)
         elif kind == "constant":
             program.constants[name] = self._constants[entry["key"]]
         elif kind == "cache":
@@ -163,6 +157,20 @@ class _Values:
         else:
             raise ValueError(f"{name} is a {kind}")
         return self._like.new_empty(shape, dtype=dtype)
+
+
+def weight_of(entry: Mapping[str, Any]) -> Weight:
+    """The weight that an input of a stored program is bound to."""
+    if "quantized_of" in entry:
+        return _quantized(entry)
+    shape = tuple(entry.get("blocks_of", entry["shape"]))
+    return Weight(
+        tuple(entry["key"].split("+")),
+        getattr(torch, entry["dtype"]),
+        shape,
+        "blocks_of" in entry,
+        is_turned=entry.get("is_turned", False),
+    )
 
 
 def _quantized(entry: Mapping[str, Any]) -> Weight:

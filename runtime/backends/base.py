@@ -17,7 +17,7 @@ import torch
 from specc.artifact.manifest import Manifest
 from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.device_models import DeviceRanks
-from specc.runtime.backends.program_files import MappedWeights
+from specc.runtime.backends.program_files import MappedWeights, StoredWeights
 from specc.runtime.backends.step import Model, Step
 from specc.runtime.execution.draws import BegunModel, DrawnPrograms
 from specc.runtime.execution.link import HostLink, Link
@@ -77,6 +77,8 @@ class LoadedPrograms:
         staged: the target, where it has stages.
         self_drafts: name → second program of the target, as passes between steps call it.
         runner_type: what runs batches of these steps.
+        stored_weights: files that weights are in, or were read from, where programs on the host
+            read these at addresses that stay.
     """
 
     models: dict[str, Model]
@@ -90,6 +92,7 @@ class LoadedPrograms:
     staged: BegunModel | None = None
     self_drafts: dict[str, Model] = field(default_factory=dict)
     runner_type: type[Runner] = Runner
+    stored_weights: tuple[StoredWeights, ...] = ()
 
 
 class RuntimeBackend(ABC):

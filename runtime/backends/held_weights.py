@@ -20,7 +20,8 @@ from specc.artifact.safetensors_io import SafetensorsReader, tensor_bytes
 from specc.errors import ConfigError, EngineError, ModelNotFoundError, WeightError
 from specc.runtime.backends.base import LoadLimits
 from specc.runtime.backends.offload_budget import free_bytes
-from specc.runtime.backends.program_files import MappedWeights
+from specc.runtime.backends.program_files import MappedWeights, StoredWeights
+from specc.system.dropped_pages import drop_pages
 from specc.system.files import format_bytes
 from specc.system.huge_pages import are_huge_pages_given, huge_buffer
 
@@ -30,7 +31,7 @@ _ALIGNMENT = 64
 _SPARE_BYTES = 256 << 20
 
 
-class HeldWeights(dict[str, Tensor]):
+class HeldWeights(StoredWeights):
     """Tensors of a safetensors file, by key, in one buffer of huge pages.
 
     Args:
@@ -40,21 +41,35 @@ class HeldWeights(dict[str, Tensor]):
     """
 
     def __init__(self, path: Path, crc32: str = "") -> None:
-        super().__init__()
         try:
+            super().__init__(path, crc32)
             with SafetensorsReader(path, reads_float8=True) as file:
                 places = {key: file.place(key) for key in file.keys()}  # noqa: SIM118
                 buffer = huge_buffer(sum(_aligned(size) for _, size in places.values()))
-                begin, parts = 0, []
+                self._buffer, begin = buffer, 0
+                self._places: list[tuple[int, Tensor]] = []
                 for key, (offset, size) in places.items():
                     part = buffer[begin : begin + size]
-                    parts.append((offset, tensor_bytes(part)))
+                    self._places.append((offset, part))
                     self[key] = part.view(file.dtype(key)).view(file.shape(key))
                     begin += _aligned(size)
-            read_in_blocks(path, crc32, sorted(parts, key=lambda item: item[0]))
+            self._places.sort(key=lambda item: item[0])
+            self._read(path)
         except (OSError, ModelNotFoundError, WeightError) as error:
             found = str(error) if isinstance(error, OSError) else error.found
             raise EngineError(found, "a safetensors file", "compile the engine again") from error
+
+    def drop(self) -> int:
+        """See `StoredWeights`."""
+        return drop_pages([self._buffer])
+
+    def restore(self) -> None:
+        """See `StoredWeights`."""
+        self._read(self._opened)
+
+    def _read(self, path: Path) -> None:
+        parts = [(offset, tensor_bytes(part)) for offset, part in self._places]
+        read_in_blocks(path, self._crc32, parts)
 
 
 def check_mmap(backend: str, mmap: bool | None, offload_weights: int | str | None) -> None:
@@ -84,7 +99,7 @@ def check_mmap(backend: str, mmap: bool | None, offload_weights: int | str | Non
 
 def load_weights(
     files: Mapping[str, Path], limits: LoadLimits, sums: Mapping[str, str] | None = None
-) -> dict[str, Mapping[str, Tensor]]:
+) -> dict[str, MappedWeights | HeldWeights]:
     """Weights of models whose programs read them in every pass.
 
     Args:

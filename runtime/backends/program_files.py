@@ -23,6 +23,7 @@ from specc.runtime.backends.step_io import ADAPTERS, STATES
 from specc.speculation.plan_json import plan_from_json
 from specc.speculation.plans import SpecPlan
 from specc.system import json_file
+from specc.system.dropped_pages import drop_pages
 
 STEP_SCHEMA_VERSIONS = (2,)
 # 2: weights may be stored in blocks; 3: as integers
@@ -243,7 +244,39 @@ def map_weights(path: Path, manifest: Manifest, name: str) -> MappedWeights:
     return MappedWeights(path / name, manifest.files[name].crc32)
 
 
-class MappedWeights(dict[str, Tensor]):
+class StoredWeights(dict[str, Tensor]):
+    """Tensors of a safetensors file, by key, whose memory may go back to the system for a while.
+
+    Args:
+        path: of the file, which is kept open: another one may take its place.
+        crc32: `BlockSums.hex` of it; empty where nobody knows.
+    """
+
+    def __init__(self, path: Path, crc32: str) -> None:
+        super().__init__()
+        self._path, self._crc32 = path, crc32
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @property
+    def _opened(self) -> Path:
+        """The file that was opened, whatever has its name by now."""
+        return Path(f"/proc/self/fd/{self._descriptor}")
+
+    def drop(self) -> int:
+        """Give memory back; returns how many bytes. Nobody may read a tensor before `restore`."""
+        return drop_pages(self.values())
+
+    def restore(self) -> None:
+        """Have the file's content in memory again, at the same addresses.
+
+        Raises:
+            EngineError: the file has been altered.
+        """
+        raise NotImplementedError
+
+
+class MappedWeights(StoredWeights):
     """Tensors of a safetensors file, by key; they lie in the mapped file.
 
     Args:
@@ -257,16 +290,20 @@ class MappedWeights(dict[str, Tensor]):
         try:
             if crc32:
                 read_in_blocks(path, crc32)
+            super().__init__(path, crc32)
             with safe_open(path, framework="pt") as file:
-                super().__init__((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
-            self._descriptor = os.open(path, os.O_RDONLY)
+                self.update((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise EngineError(
                 f"{path}: {error}", "a safetensors file", "compile the engine again"
             ) from error
-        weakref.finalize(self, os.close, self._descriptor)
-        self._path = path
         self._num_bytes = os.fstat(self._descriptor).st_size
+
+    def restore(self) -> None:
+        """See `StoredWeights`: what is mapped comes back page by page, after one look at all."""
+        self.check()
+        if self._crc32:
+            read_in_blocks(self._opened, self._crc32)
 
     def check(self) -> None:
         """Find out whether the file still holds what is mapped; a microsecond.

@@ -107,6 +107,11 @@ class BlockPool:
         """A draft has committed all rows of a block with a key."""
         self._drafts[block] |= 1 << draft
 
+    def forget_draft(self, draft: int) -> None:
+        """Nobody finds rows of a draft any more, whatever else blocks hold."""
+        for block in self._drafts:
+            self._drafts[block] &= ~(1 << draft)
+
     def forget_all(self) -> None:
         """Nothing is found any more; blocks in use stay so."""
         for block in self._kept:

@@ -49,14 +49,19 @@ class IdleTurns:
         done, total = self._work.progress
         return done / total
 
-    def wait(self, changed: threading.Condition) -> bool:
+    @property
+    def has_work(self) -> bool:
+        return self._work is not None
+
+    def wait(self, changed: threading.Condition, timeout_s: float | None = None) -> bool:
         """Wait for news; True: nothing came for a while, it is the work's turn.
 
         Args:
             changed: held, and notified of news.
+            timeout_s: seconds after which there is something else to do, where there is no work.
         """
         if self._work is None:
-            changed.wait()
+            changed.wait(timeout_s)
             return False
         if not self._is_quiet:
             self._is_quiet = not changed.wait(_QUIET_S)

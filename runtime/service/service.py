@@ -16,8 +16,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specc.errors import FaultError, OverloadError, RequestError, SpeccError
+from specc.refuse_running import refuse_running
 from specc.runtime.requests.request_maker import Prompt
 from specc.runtime.scheduling.request import Request
+from specc.runtime.service.between_steps import Operator, Orders
 from specc.runtime.service.idle_work import IdleTurns, IdleWork
 from specc.runtime.service.state import Health, ServiceState, state_of
 from specc.runtime.service.update import Update, update_of
@@ -79,13 +81,23 @@ class Service:
         core: of the engine, which nobody else uses; `AsyncEngineArgs.make_core` loads one.
         max_waiting: requests that wait for a place at most; more are refused.
         idle_work: done while no request runs; None is nothing.
+        sleep_after_s: seconds without a request after which the engine sleeps until the next one,
+            see `Sleep`; None is never.
+    Raises:
+        ConfigError: it shall sleep, and cannot.
     """
 
     def __init__(
-        self, core: EngineCore, max_waiting: int = 1024, idle_work: IdleWork | None = None
+        self,
+        core: EngineCore,
+        max_waiting: int = 1024,
+        idle_work: IdleWork | None = None,
+        sleep_after_s: float | None = None,
     ) -> None:
         self.core = core
         self.engine = core.engine
+        if sleep_after_s is not None:
+            refuse_running(core.engine.manifest, core.engine.facts, "sleep")
         core.requests.prepare()
         self._max_waiting = max_waiting
         # guards what follows; the engine thread holds it only between iterations
@@ -95,6 +107,15 @@ class Service:
         self._num_open = 0
         self._names: set[str] = set()
         self._is_draining = self._is_closed = False
+        self._orders = Orders(self._changed)
+        # what only the operator may ask
+        self.operator = Operator(
+            core,
+            self._changed,
+            self._orders,
+            lambda: not self._num_open or self._is_closed or self._is_dead,
+            sleep_after_s,
+        )
         # of the engine thread
         self._tickets: dict[int, Ticket] = {}
         self._idle = IdleTurns(idle_work)
@@ -253,6 +274,7 @@ class Service:
                 "a server that takes requests",
                 "send the request to another server",
             )
+        self.operator.refuse()
         num_waiting = self._num_open - len(self.core.scheduler.running)
         if num_waiting >= self._max_waiting:
             raise OverloadError(
@@ -272,6 +294,7 @@ class Service:
                 self._error = error
             self._end_all(_fault())
         finally:
+            self._orders.close()
             with self._changed:
                 self._changed.notify_all()
 
@@ -279,15 +302,32 @@ class Service:
         """Wait until there is something to do, and take it in; False where it is time to end."""
         scheduler = self.core.scheduler
         with self._changed:
-            while not (self._is_closed or self._inbox or self._cancelled or scheduler.has_work):
+            while not (
+                self._is_closed
+                or self._inbox
+                or self._cancelled
+                or self._orders
+                or scheduler.has_work
+            ):
                 scheduler.last_plans.clear()
                 self._publish(time.perf_counter())
-                if self._idle.wait(self._changed):
+                if self.operator.is_asleep:
+                    self._changed.wait()
+                elif (
+                    self._idle.wait(self._changed, due_s := self.operator.timeout_s) or due_s == 0.0
+                ):
                     return True
             if self._is_closed:
                 return False
             arrived, self._inbox = self._inbox, deque()
             cancelled, self._cancelled = self._cancelled, deque()
+        if self._orders:
+            self._idle.pause()
+            self._orders.run(self.core)
+            # what was in flight may have ended requests
+            self._send_news()
+        if arrived:
+            self.operator.wake()
         for ticket in arrived:
             self._tickets[id(ticket._request)] = ticket
             scheduler.add(ticket._request)
@@ -301,10 +341,15 @@ class Service:
         scheduler = self.core.scheduler
         if not scheduler.has_work:
             self.core.in_flight.settle()
+            if self.operator.is_asleep:
+                return
             self._iteration_s = time.perf_counter()
             self._idle.advance()
+            if not self._idle.has_work:
+                self.operator.fall_asleep()
             self._iteration_s = None
             return
+        self.operator.note_work()
         self._idle.pause()
         begin_s = self._iteration_s = time.perf_counter()
         num_before = _num_tokens(scheduler.stats)

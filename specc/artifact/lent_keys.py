@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-_LENT = "target:"
+LENT = "target:"
 T = TypeVar("T")
 
 
@@ -19,7 +19,7 @@ def bound_key(item: Mapping[str, Any]) -> str:
     Args:
         item: of its inputs, in `program.json`.
     """
-    key: str = f"{_LENT}{item['of_target']}" if item.get("is_lent") else item["key"]
+    key: str = f"{LENT}{item['of_target']}" if item.get("is_lent") else item["key"]
     return key
 
 
@@ -30,4 +30,4 @@ def lent_keys(program: Mapping[str, Any]) -> list[str]:
 
 def with_lent(own: Mapping[str, T], target: Mapping[str, T]) -> dict[str, T]:
     """What a draft's program may read."""
-    return {f"{_LENT}{key}": value for key, value in target.items()} | dict(own)
+    return {f"{LENT}{key}": value for key, value in target.items()} | dict(own)

@@ -284,6 +284,25 @@ def dequantize(stored: Tensor, shape: Sequence[int], layout: QuantizedLayout) ->
     return (layout.values(levels) - wide(zeros).float()) * wide(scales)
 
 
+def check_stored(stored: Tensor, columns: int, layout: QuantizedLayout) -> None:
+    """Look at blocks that somebody else has packed.
+
+    Args:
+        stored: uint8 [blocks, bytes of a block].
+        columns: K.
+    Raises:
+        ValueError: scales or levels that are not finite, or zero points that no kernel takes.
+    """
+    levels, scales, zeros = unpack(stored, (len(stored) * BLOCK, columns), layout)
+    if layout.blocks is None:
+        _check_parts(levels, scales, zeros if layout.has_zeros else None, layout)
+        numbers = scales
+    else:
+        numbers = layout.blocks.numbers(levels, scales)
+    if not numbers.isfinite().all():
+        raise ValueError("scales that are not finite")
+
+
 def _check_parts(
     levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: QuantizedLayout
 ) -> None:

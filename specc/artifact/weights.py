@@ -121,6 +121,7 @@ def write_weights(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     nonfinite: Report = refuse,
+    metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
     """Stream weights into one safetensors file; every spec is checked before the first byte.
 
@@ -133,6 +134,7 @@ def write_weights(
         nonfinite: called for every tensor of the checkpoint with NaN, infinity, or values that
             overflow in the type that is written; by default it raises. Constants are not looked
             at: masks among them are full of infinities.
+        metadata: of the file.
     Returns:
         hash, size and sums of the file.
     Raises:
@@ -159,7 +161,7 @@ def write_weights(
         )
         for spec in ordered
     ]
-    return write_safetensors(path, tensors, progress)
+    return write_safetensors(path, tensors, progress, metadata)
 
 
 def read_weight(spec: WeightSpec, reader: TensorReader) -> Tensor:

@@ -13,6 +13,7 @@ from specc.cli.commands.bench import bench, bench_serve
 from specc.cli.commands.chat import chat
 from specc.cli.commands.compare import compare
 from specc.cli.commands.compile import compile_
+from specc.cli.commands.draft_weights import draft_weights
 from specc.cli.commands.fit_draft import fit_draft
 from specc.cli.commands.reshard import reshard
 from specc.cli.commands.run import run
@@ -164,6 +165,7 @@ add_command("bench serve", bench_serve)
 add_command("compare", compare)
 add_command("tune", tune)
 add_command("fit-draft", fit_draft)
+add_command("draft-weights", draft_weights)
 add_command("reshard", reshard)
 add_command("triton", triton)
 add_command("inspect", inspect)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -24,6 +23,7 @@ from specc.errors import ConfigError, SpeccError
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.runtime.service.service import Service
 from specc.runtime.service.state import Health
+from specc.server import admin
 from specc.server.body import BodyBudget, ClientGone
 from specc.server.config import ServeConfig
 from specc.server.endpoints import Endpoints
@@ -37,6 +37,7 @@ from specc.server.errors import (
     unknown_model,
 )
 from specc.server.hosts import KnownHosts
+from specc.server.keys import has_key, wrong_key
 from specc.server.load import CountsRequests, ServerLoad
 from specc.server.memory import memory_kept_low
 from specc.server.messages.endpoints import MessageEndpoints, no_batches
@@ -122,6 +123,7 @@ def create_app(
     add_routes(app, responses, _guarded)
     _add_token_routes(app, Tokenizing(endpoints, template))
     add_other_doors(app, endpoints, config, template)
+    admin.add_admin_routes(app, service, config)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(SpeccError, _on_specc_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
@@ -180,6 +182,8 @@ def _add_status_routes(
         content: dict[str, Any] = {"status": now.value}
         if (measured := service.state().measured) is not None:
             content["measuring_latency"] = measured
+        if service.operator.is_asleep:
+            content["is_sleeping"] = True
         return JSON(content, status_code=200 if now is Health.OK else 503)
 
     @app.get("/ping", **of_health())
@@ -189,8 +193,8 @@ def _add_status_routes(
 
     @app.get("/version")
     async def version() -> Response:
-        """Of specc."""
-        return JSON({"version": __version__})
+        """Of specc, and of the drafts' weights."""
+        return JSON({"version": __version__, **admin.draft_versions(service)})
 
     @app.get("/load")
     async def server_load() -> Response:
@@ -297,29 +301,12 @@ class _NeedsKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or not scope["path"].startswith(_NEED_KEYS)
-        if is_open or self._has_known(Headers(scope=scope)):
+        # what the operator asks has keys of its own
+        is_open = is_open or scope["path"] in admin.PATHS
+        if is_open or has_key(Headers(scope=scope), self._keys):
             await self._app(scope, receive, send)
             return
-        error = ApiError(
-            401,
-            "Incorrect API key provided, or none: expected the header Authorization: Bearer KEY,"
-            " or X-Api-Key: KEY. Please ask the operator of this server for a key.",
-            kind="authentication_error",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await error_response(error)(scope, receive, send)
-
-    def _has_known(self, headers: Headers) -> bool:
-        """Whether there is a key, as OpenAI's clients send it, or Anthropic's."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        found = [self._is_known(key) and scheme.lower() == "bearer"]
-        return any([*found, self._is_known(headers.get("x-api-key", ""))])
-
-    def _is_known(self, key: str) -> bool:
-        given = key.strip().encode("utf-8", "replace")
-        # every key is compared, and in constant time
-        return any([hmac.compare_digest(given, own) for own in self._keys])
+        await error_response(wrong_key())(scope, receive, send)
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:

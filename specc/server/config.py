@@ -10,6 +10,7 @@ from typing import Any
 from specc.close_name import advice
 from specc.errors import ConfigError
 from specc.option import check_ranges, object_of, option
+from specc.server.admin_options import Admin
 from specc.server.origin_options import Origins
 from specc.server.parsers.names import REASONING_PARSERS, TOOL_CALL_PARSERS, agreed_parsers
 
@@ -178,6 +179,7 @@ class ServeConfig:
         vllm_metrics: /metrics has figures by vLLM's names, too.
         allowed_hosts: names that requests may call this server, beside addresses; None allows any.
         origins: whose pages may use it.
+        admin: who may put new weights into drafts, and let the engine sleep.
     Raises:
         ConfigError: a value is outside its range.
     """
@@ -276,6 +278,7 @@ class ServeConfig:
     )
     allowed_hosts: tuple[str, ...] | None = None
     origins: Origins = field(default_factory=Origins)
+    admin: Admin = field(default_factory=Admin)
 
     def __post_init__(self) -> None:
         check_ranges(self)

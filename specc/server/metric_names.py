@@ -13,7 +13,8 @@ _ONLY_OWN = frozenset(
     OWN + name
     for name in (
         "goodput_tokens_per_second", "predicted_goodput_tokens_per_second", "plan",
-        "engine_healthy", "engine_failures",
+        "engine_healthy", "engine_failures", "draft_weights_version", "draft_reloads",
+        "draft_reload_failures",
         "prediction_draft_tokens", "prediction_accepted_tokens",
     )
 )  # fmt: skip

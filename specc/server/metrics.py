@@ -16,6 +16,7 @@ from specc.percentile import percentile
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.state import Health, ServiceState
 from specc.sampling.params import SamplingParams
+from specc.server.admin import admin_families
 from specc.server.metric_names import OWN, BothNames
 from specc.speculation.metrics import SpecStats
 
@@ -346,6 +347,7 @@ class ServeMetrics(Collector):
         for reason in ("stop", "length", "timeout", "abort", "error"):
             ended.add_metric([*self._label, reason], self._finished[reason])
         yield ended
+        yield from admin_families(self._service, self._family, self._label)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(

@@ -136,7 +136,7 @@ def start_service(args: AsyncEngineArgs, measure: Measure | None = None) -> Serv
                 work = measure(core)
             except ConfigError as error:
                 _log.warning("how long passes take is not measured: %s", error.found)
-    return Service(core, args.max_waiting, work)
+    return Service(core, args.max_waiting, work, args.sleep_after_s)
 
 
 class HttpServer(uvicorn.Server):

@@ -21,9 +21,6 @@ _WORKERS = Unsupported(
     "graphs that are compiled: there is no Python model in a worker to call",
     "change the model before it is compiled",
 )
-_SLEEP = Unsupported(
-    "an engine that is loaded, or closed", "close() it, which frees all memory, and load it again"
-)
 _PROFILE = Unsupported("specc bench, which times each part of a step", "run specc bench ENGINE")
 # of generate, chat and stream
 ARGUMENTS: Mapping[str, Answer] = {
@@ -58,8 +55,6 @@ METHODS: Mapping[str, Unsupported] = {
     "classify": _POOLING,
     "reward": _POOLING,
     "score": _POOLING,
-    "sleep": _SLEEP,
-    "wake_up": _SLEEP,
     "collective_rpc": _WORKERS,
     "apply_model": _WORKERS,
     "start_profile": _PROFILE,

@@ -65,7 +65,7 @@ ENGINE: Mapping[str, Answer] = {
     "enforce_eager": Ignored("steps are captured or compiled as the engine's backend has it"),
     "disable_custom_all_reduce": Ignored(),
     "use_v2_block_manager": Ignored(),
-    "enable_sleep_mode": Ignored("close() frees all memory, and LLM(…) loads again"),
+    "enable_sleep_mode": Ignored("engines may sleep without it"),
     # how weights, tokenizers and processes come about
     "load_format": Ignored(_LOADING, (None, "auto")),
     "download_dir": Ignored(_LOADING),

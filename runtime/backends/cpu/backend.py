@@ -85,6 +85,7 @@ class CpuBackend(RuntimeBackend):
             winners_steps=dict(winners_steps),
             self_drafts=dict(self_drafts),
             runner_type=RepeatedRunner,
+            stored_weights=tuple(weights.values()),
         )
 
 

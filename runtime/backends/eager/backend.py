@@ -68,6 +68,7 @@ class EagerBackend(RuntimeBackend):
             winners_steps=dict(winners_steps),
             self_drafts=dict(self_drafts),
             runner_type=SharedRunner,
+            stored_weights=tuple(weights.values()),
         )
 
 

@@ -11,6 +11,7 @@ from specc.cli.app import Debug, EngineArgument
 from specc.cli.options.with_options import Fields
 from specc.errors import ConfigError
 from specc.runtime.engine_args import AsyncEngineArgs
+from specc.server.admin_options import Admin
 from specc.server.config import ConnectionLimits, Place, ServeConfig, Tls
 from specc.server.origin_options import Origins
 
@@ -39,6 +40,7 @@ def serve(
             "shares_outputs",
             "shares_unsalted",
             "max_waiting",
+            "sleep_after_s",
             "verify",
             "check_weights",
             "num_threads",
@@ -61,6 +63,7 @@ def serve(
     limits: ConnectionLimits,
     tls: Tls,
     origins: Origins,
+    admin: Admin,
     measure: Annotated[
         bool,
         typer.Option(
@@ -91,7 +94,7 @@ def serve(
     code = _run(
         replace(args, engine=engine),
         replace(place, limits=limits, tls=tls),
-        replace(config, origins=origins),
+        replace(config, origins=origins, admin=admin),
         measures=measure,
     )
     raise typer.Exit(code)

@@ -111,9 +111,10 @@ def serve(
     engine = engine or build_engine(eos=(EOS,))
     limits, tls = options.pop("limits", ConnectionLimits()), options.pop("tls", None)
     plan, max_waiting = options.pop("plan", "chain-4"), options.pop("max_waiting", 64)
+    naps = {"sleep_after_s": options.pop("sleep_after_s", None)}
     defaults = SamplingDefaults(options.pop("defaults", {}))
     config = ServeConfig(**{"model_names": (MODEL, "other"), "log_every_s": 0.0} | options)
-    with Service(EngineCore(engine, plan, defaults=defaults), max_waiting) as service:
+    with Service(EngineCore(engine, plan, defaults=defaults), max_waiting, **naps) as service:
         is_source = isinstance(template, str)
         chat = ChatTemplate(template, {"eos_token": "<eos>"}) if is_source else template
         app = create_app(service, config, chat)
