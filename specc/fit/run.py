@@ -396,7 +396,7 @@ def _write_beside(
     """The report, and prompts that training never saw, beside the weights."""
     facts = {
         "target": target,
-        "options": {key: str(value) for key, value in asdict(options).items()},
+        "options": {key: _plain(value) for key, value in asdict(options).items()},
         "torch": torch.__version__,
         **fit.to_json(),
     }
@@ -404,3 +404,10 @@ def _write_beside(
     (options.output / REPORT).write_text(text, encoding="utf-8")
     lines = "".join(json.dumps(x, ensure_ascii=False) + "\n" for x in prompts)
     (options.output / HELD_OUT).write_text(lines, encoding="utf-8")
+
+
+def _plain(value: object) -> object:
+    """An option as JSON has it."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -321,7 +321,7 @@ def build(rig: Rig, path: Path, lora: Any, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("modules", "found"),
     [
-        ({"lm_head": (128, 64)}, "lm_head"),
+        ({"lm_head": (128, 64)}, "adapter x: lm_head"),
         ({"model.layers.7.mlp.up_proj": (96, 64)}, "layers.7"),
         ({"model.layers.0.mlp.up_proj": (64, 64)}, "64 inputs and 64 outputs"),
         ({"model.embed_tokens": (128, 64)}, "embed_tokens"),
