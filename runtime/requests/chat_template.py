@@ -90,6 +90,11 @@ class ChatTemplate:
         """Of the templates that can be asked for; a single one is called default."""
         return sorted(self._sources)
 
+    @property
+    def default_source(self) -> str | None:
+        """The template that chats without a name have, if there is one."""
+        return self._sources.get(_DEFAULT)
+
     def names(self, variable: str, template: str | None = None) -> bool:
         """Whether the template for messages with tools has this word.
 

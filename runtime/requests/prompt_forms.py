@@ -70,6 +70,22 @@ def content_of(index: int, prompt: Any) -> Any:
     raise RequestError(f"prompt {index}, a dict with {keys[:80]}", _NEEDED, "pass one of these")
 
 
+def utf8_of(index: int, text: str) -> bytes:
+    """The bytes of a text.
+
+    Raises:
+        RequestError: it has none.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"prompt {index} holds a lone surrogate ({error.reason})",
+            "text that can be written as UTF-8",
+            "decode the text with the encoding that it has",
+        ) from error
+
+
 def token_ids_of(index: int, content: Any) -> list[int]:
     """Token ids as integers of Python.
 

@@ -20,7 +20,8 @@ from specc.runtime.constraints.logit_controls import LogitControls, bad_word_tok
 from specc.runtime.engine import Engine
 from specc.runtime.outputs.detokenizer import Detokenizer
 from specc.runtime.requests.prompt_bound import PromptBound
-from specc.runtime.requests.prompt_forms import Prompt, content_of, token_ids_of
+from specc.runtime.requests.prompt_cut import PromptCut
+from specc.runtime.requests.prompt_forms import Prompt, content_of, token_ids_of, utf8_of
 from specc.runtime.scheduling.request import Request
 from specc.sampling.logit_controls import check_vocabulary
 from specc.sampling.params import SamplingParams
@@ -175,16 +176,54 @@ class RequestMaker:
             ),
         ]
 
-    def tokenize(self, text: str, has_special_tokens: bool = False, index: int = 0) -> list[int]:
+    def tokenize(
+        self,
+        text: str,
+        has_special_tokens: bool = False,
+        index: int = 0,
+        cut: PromptCut | None = None,
+    ) -> list[int]:
         """Token ids of a prompt, as `make` would take them.
 
         Args:
             has_special_tokens: it holds them already, as a rendered chat does: none is added.
             index: which of the caller's prompts, for errors.
+            cut: what stays of a longer one.
         Raises:
             RequestError: the engine has no tokenizer, or the text is no UTF-8, or too long.
         """
+        if cut is not None:
+            return self.tokenize_any(text, has_special_tokens, index, cut)
         return self._tokenize(index, text, not has_special_tokens)[1]
+
+    def tokenize_any(
+        self,
+        text: str,
+        has_special_tokens: bool = False,
+        index: int = 0,
+        cut: PromptCut | None = None,
+    ) -> list[int]:
+        """Token ids of a text that need not fit; arguments as those of `tokenize`.
+
+        Raises:
+            RequestError: the engine has no tokenizer, or the text is no UTF-8, or longer than
+                `max_unbounded_bytes`.
+        """
+        tokenizer = self._known_tokenizer(index)
+        if (size := len(utf8_of(index, text))) > self.max_unbounded_bytes:
+            raise RequestError(
+                f"prompt {index} has {size} bytes, to be tokenized whatever their number",
+                f"at most {self.max_unbounded_bytes}",
+                "shorten the text",
+            )
+        adds_special = not has_special_tokens
+        adds = adds_special and cut is None
+        # a batch is tokenized without the lock of the interpreter
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds)
+        if cut is None:
+            return self._with_bos(encoding.ids, adds_special)
+        bos = self._engine.bos_token_id if adds_special and self._engine.add_bos else None
+        return cut.encode(tokenizer, encoding, adds_special, bos)
 
     def check_length(self, num_tokens: int, index: int = 0) -> None:
         """Raises RequestError: a prompt of this many tokens does not fit."""
@@ -194,15 +233,9 @@ class RequestMaker:
     def _tokenize(
         self, index: int, prompt: Prompt, adds_special: bool = True
     ) -> tuple[str | None, list[int]]:
-        tokenizer = self._engine.tokenizer
         content = content_of(index, prompt)
         if isinstance(content, str):
-            if tokenizer is None:
-                raise RequestError(
-                    f"prompt {index} is text",
-                    "token ids: this engine has no tokenizer",
-                    "pass {'prompt_token_ids': [...]}",
-                )
+            tokenizer = self._known_tokenizer(index)
             return content, self._encode(index, tokenizer, content, adds_special)
         # an array of one token has no length
         if isinstance(content, Sized) and getattr(content, "ndim", True):
@@ -210,16 +243,18 @@ class RequestMaker:
         token_ids = token_ids_of(index, content)
         return (prompt.get("prompt") if isinstance(prompt, Mapping) else None), token_ids
 
+    def _known_tokenizer(self, index: int) -> Tokenizer:
+        if self._engine.tokenizer is None:
+            raise RequestError(
+                f"prompt {index} is text",
+                "token ids: this engine has no tokenizer",
+                "pass {'prompt_token_ids': [...]}",
+            )
+        return self._engine.tokenizer
+
     def _encode(self, index: int, tokenizer: Tokenizer, text: str, adds_special: bool) -> list[int]:
         """Token ids of a text, which is refused before that where it cannot fit."""
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt {index} holds a lone surrogate ({error.reason})",
-                "text that can be written as UTF-8",
-                "decode the text with the encoding that it has",
-            ) from error
+        data = utf8_of(index, text)
         if len(data) < _LONG_TEXT:
             encoding = tokenizer.encode(text, add_special_tokens=adds_special)
         else:
@@ -228,10 +263,12 @@ class RequestMaker:
             # the same tokens; a batch is tokenized without the lock of the interpreter
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
             self.check_length(len(encoding), index)
-        token_ids = encoding.ids
+        return self._with_bos(encoding.ids, adds_special)
+
+    def _with_bos(self, token_ids: list[int], adds_special: bool) -> list[int]:
         bos = self._engine.bos_token_id
         if adds_special and self._engine.add_bos and bos is not None and token_ids[:1] != [bos]:
-            token_ids = [bos, *token_ids]
+            return [bos, *token_ids]
         return token_ids
 
     def _check_size(self, index: int, text: bytes) -> None:

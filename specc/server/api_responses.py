@@ -42,6 +42,7 @@ class Options:
         has_token_ids: of prompts and outputs.
         prompt_logprobs: best tokens to name beside each of a prompt; None leaves them out.
         has_cached_tokens: usage says how much of the prompts was in the cache.
+        num_best: outputs of each prompt that come back, of those that were made; None is all.
     """
 
     logprobs: int | None = None
@@ -50,6 +51,7 @@ class Options:
     has_token_ids: bool = False
     prompt_logprobs: int | None = None
     has_cached_tokens: bool = True
+    num_best: int | None = None
 
 
 class Answer(abc.ABC):
@@ -91,7 +93,8 @@ class ApiResponse(Answer):
             self.id = f"{self.prefix}-{request_id}"
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        choices = [self._choice(i, output) for i, output in enumerate(outputs)]
+        best = best_of(outputs, self._options.num_best)
+        choices = [self._choice(i, output) for i, output in enumerate(best)]
         answer = self._head(self.kind) | {"choices": choices, "usage": self.usage(outputs)}
         return answer | {"kv_transfer_params": None} | self._metrics(outputs)
 
@@ -341,6 +344,28 @@ def ends_by_token(output: Output) -> bool:
     """Whether the last token ended an output, and its text is left out."""
     is_text = isinstance(output.stop_reason, str) or output.job.params.include_stop_str_in_output
     return output.finish_reason == "stop" and not is_text
+
+
+def best_of(outputs: Sequence[Output], count: int | None) -> list[Output]:
+    """The best outputs of each prompt, by the mean log probability of their tokens.
+
+    Args:
+        outputs: in order of their prompts.
+        count: of each prompt; where no more were made, or None, they stay in their order.
+    """
+    by_prompt: dict[int, list[Output]] = {}
+    for output in outputs:
+        by_prompt.setdefault(output.job.prompt, []).append(output)
+    best: list[Output] = []
+    for own in by_prompt.values():
+        has_all = count is None or len(own) <= count
+        best += own if has_all else sorted(own, key=_badness)[:count]
+    return best
+
+
+def _badness(output: Output) -> float:
+    scores = zip(output.token_ids, output.logprobs, strict=True)
+    return -sum(entries[token].logprob for token, entries in scores) / max(1, output.num_tokens)
 
 
 def usage_of(outputs: Sequence[Output]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from specc.server.errors import (
     unknown_model,
 )
 from specc.server.hosts import KnownHosts
+from specc.server.load import CountsRequests, ServerLoad
 from specc.server.memory import memory_kept_low
 from specc.server.messages.endpoints import MessageEndpoints, no_batches
 from specc.server.metrics import ServeMetrics
@@ -49,15 +50,20 @@ from specc.server.openapi import (
     request_body,
 )
 from specc.server.origins import with_origins
+from specc.server.other_doors.routes import add_other_doors
 from specc.server.plain_requests import MESSAGES, PlainRequests
 from specc.server.protocol import ChatRequest, CompletionRequest
 from specc.server.responses.routes import Responses, add_routes
+from specc.server.tokenizing import DetokenizeRequest, TokenizeRequest, Tokenizing
 from specc.version import __version__
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _log = logging.getLogger("specc.serve")
 _PAGE = Path(__file__).with_name("page.html")
-_NEED_KEYS = ("/v1", "/openapi.json")
+# what paths begin with
+_NEED_KEYS = (
+    "/v1", "/openapi.json", "/tokenize", "/detokenize", "/completion", "/props", "/api",
+)  # fmt: skip
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
     " connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
@@ -96,7 +102,8 @@ def create_app(
     app.state.metrics = metrics
     app.state.endpoints = endpoints
     app.state.bodies = BodyBudget(config)
-    _add_status_routes(app, service, metrics)
+    load = ServerLoad()
+    _add_status_routes(app, service, metrics, load)
     _add_model_routes(app, config, service.engine.max_seq_len, service.engine.adapters)
 
     @app.post("/v1/completions", **request_body(CompletionRequest))
@@ -113,6 +120,8 @@ def create_app(
     responses = Responses(endpoints, config, template)
     app.state.responses = responses.store
     add_routes(app, responses, _guarded)
+    _add_token_routes(app, Tokenizing(endpoints, template))
+    add_other_doors(app, endpoints, config, template)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(SpeccError, _on_specc_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
@@ -123,7 +132,8 @@ def create_app(
         app.add_middleware(_NeedsKey, keys=config.api_keys)
     if config.allowed_hosts is not None:
         app.add_middleware(KnownHosts, names=config.allowed_hosts)
-    # around all others: keys and names depend on the path
+    # these two around all others: keys and names depend on the path
+    app.add_middleware(CountsRequests, load=load)
     app.add_middleware(PlainRequests, has_ids=config.enable_request_id_headers)
     describe(app, config.strict_fields)
     # around what Starlette answers where nobody expected an error, too
@@ -143,7 +153,26 @@ async def _guarded(work: Coroutine[Any, Any, Response]) -> Response:
         return error_response(internal_error())
 
 
-def _add_status_routes(app: FastAPI, service: Service, metrics: ServeMetrics) -> None:
+def _add_token_routes(app: FastAPI, tokenizing: Tokenizing) -> None:
+    @app.post("/tokenize", **request_body(TokenizeRequest, is_streamed=False))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of a chat."""
+        return await _guarded(tokenizing.tokenize(request))
+
+    @app.post("/detokenize", **request_body(DetokenizeRequest, is_streamed=False))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        return await _guarded(tokenizing.detokenize(request))
+
+    @app.get("/tokenizer_info", **of_model())
+    async def tokenizer_info() -> Response:
+        """Special tokens, and the chat template."""
+        return await _guarded(tokenizing.info())
+
+
+def _add_status_routes(
+    app: FastAPI, service: Service, metrics: ServeMetrics, load: ServerLoad
+) -> None:
     @app.get("/health", **of_health())
     async def health() -> Response:
         """Whether requests can be served."""
@@ -162,6 +191,11 @@ def _add_status_routes(app: FastAPI, service: Service, metrics: ServeMetrics) ->
     async def version() -> Response:
         """Of specc."""
         return JSON({"version": __version__})
+
+    @app.get("/load")
+    async def server_load() -> Response:
+        """Requests that are being served, as vLLM counts them."""
+        return JSON({"server_load": load.num_open})
 
     @app.get("/metrics", **of_text())
     async def prometheus() -> Response:

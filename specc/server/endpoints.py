@@ -17,9 +17,9 @@ from specc.runtime.service.service import Service
 from specc.sampling.params import SamplingParams
 from specc.server.api_responses import Answer, ChatResponse, CompletionResponse, Options
 from specc.server.body import parse_body, read_body
-from specc.server.config import MAX_CHOICES, ServeConfig
-from specc.server.errors import JSON, ApiError, api_error_of, bad_request, unknown_model
-from specc.server.fields import UnknownFields, whole_numbers
+from specc.server.config import ServeConfig
+from specc.server.errors import JSON, api_error_of, bad_request, unknown_model
+from specc.server.fields import UnknownFields
 from specc.server.generate import Generation, Output, OutputJob, unless_gone
 from specc.server.grammar import check_grammar_size
 from specc.server.logprobs import TokenTexts
@@ -30,9 +30,11 @@ from specc.server.params import (
     completion_params,
     for_choices,
     is_prompt_alone,
+    num_outputs,
     structure_field,
 )
 from specc.server.plain_requests import HEADER, request_id_of
+from specc.server.prompts import Completion, PromptReader, check_count
 from specc.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -45,11 +47,6 @@ from specc.server.tools import read_tools, with_tools
 from specc.server.work import PromptThreads
 
 Read = TypeVar("Read")
-# a parsed request: the request, its options, the field of its output format, token ids of its
-# prompts, texts to echo
-_Completion = tuple[
-    CompletionRequest, SamplingParams, str | None, list[list[int]], tuple[str, ...] | None
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +72,8 @@ class Endpoints:
     Args:
         config: names and limits.
     Attributes:
-        tokens: texts of single ones.
+        prompts: reads those of completions.
+        tokens: texts of single tokens.
         unknown: what becomes of fields that no request has.
     """
 
@@ -92,6 +90,7 @@ class Endpoints:
         self._template = template
         self._engine = service.engine
         self.tokens = TokenTexts(service.engine.tokenizer)
+        self.prompts = PromptReader(service)
         self._threads = PromptThreads()
         self.unknown = UnknownFields(config.strict_fields)
         if config.max_unbounded_bytes is not None:
@@ -116,26 +115,40 @@ class Endpoints:
             ClientGone: the client has disconnected.
         """
 
-        def read(body: bytes) -> _Completion:
-            wanted = parse(CompletionRequest, self.parse_body(body), self.unknown)
-            self._check(wanted)
-            params = self._with_adapter(
-                wanted, completion_params(wanted, self.service.core.defaults)
+        def read(body: bytes) -> Completion:
+            return self.read_completion(
+                parse(CompletionRequest, self.parse_body(body), self.unknown)
             )
-            form = structure_field(wanted)
-            prompts = self._read_prompts(wanted)
-            forget_long(wanted)
-            return wanted, params, form, *prompts
 
-        with _blaming("prompt"):
+        with blaming("prompt"):
             found = await self.in_thread(request, read)
-            wanted, params, form, token_ids, echo = found
-            options = self._options(wanted, wanted.logprobs, echo)
-            answer = CompletionResponse(self.model_of(params), self.tokens, options)
-            is_alone = is_prompt_alone(wanted)
-            return await self._answer(
-                request, wanted, token_ids, params, answer, form, is_prompt_alone=is_alone
-            )
+            options = self.options(found.wanted, found.wanted.logprobs, found.echo)
+            answer = CompletionResponse(self.model_of(found.params), self.tokens, options)
+            return await self.answer_completion(request, found, answer)
+
+    def read_completion(self, wanted: CompletionRequest) -> Completion:
+        """Check a completion and tokenize its prompts; in a thread, as `in_thread` has them.
+
+        Raises:
+            ApiError: the error response.
+            SpeccError: the same, before `api_error_of`.
+        """
+        self._check(wanted)
+        params = self._with_adapter(wanted, completion_params(wanted, self.service.core.defaults))
+        form = structure_field(wanted)
+        prompts = self.prompts.read(wanted, self.prompts.cut(wanted, params))
+        forget_long(wanted)
+        return Completion(wanted, params, form, *prompts)
+
+    async def answer_completion(
+        self, request: Request, found: Completion, answer: Answer
+    ) -> Response:
+        """Raises as `complete`."""
+        is_alone = is_prompt_alone(found.wanted)
+        return await self._answer(
+            request, found.wanted, found.token_ids, found.params, answer, found.form,
+            is_prompt_alone=is_alone,
+        )  # fmt: skip
 
     async def chat(self, request: Request) -> Response:
         """Handler of /v1/chat/completions.
@@ -149,9 +162,9 @@ class Endpoints:
         def read(body: bytes) -> Chat:
             return self.read_chat(parse(ChatRequest, self.parse_body(body), self.unknown))
 
-        with _blaming("messages"):
+        with blaming("messages"):
             chat = await self.in_thread(request, read, is_chat=True)
-            options = self._options(chat.wanted, chat.params.logprobs)
+            options = self.options(chat.wanted, chat.params.logprobs)
             model = self.model_of(chat.params)
             answer = ChatResponse(model, self.tokens, options, chat.reader)
             return await self.answer_chat(request, chat, answer)
@@ -167,7 +180,7 @@ class Endpoints:
         with_tools(wanted, self._config, self.unknown)
         params = chat_params(wanted, self._engine.max_seq_len, self.service.core.defaults)
         params = self._with_adapter(wanted, params)
-        self._check_count(wanted.n or 1)
+        check_count(wanted.n or 1)
         self._check_template(wanted)
         use = read_tools(wanted, self._config, _reads_tools(self._template, wanted))
         form = structure_field(wanted)
@@ -175,7 +188,10 @@ class Endpoints:
             form, params = "tools", dataclasses.replace(params, structured_outputs=use.grammar)
         text = render(self._template, wanted)
         requests = self.service.core.requests
-        token_ids = requests.tokenize(text, not wanted.add_special_tokens)
+        cut = self.prompts.cut(wanted, params)
+        token_ids = requests.tokenize(text, not wanted.add_special_tokens, cut=cut)
+        # how the prompt ends says what outputs begin with
+        text = text if cut is None else self.prompts.text(token_ids)
         reader = MessageReader(self._config, wanted, text, use)
         forget_long(wanted)
         return Chat(wanted, params, form, token_ids, reader)
@@ -201,9 +217,10 @@ class Endpoints:
         check_grammar_size(found, self._config.max_grammar_chars)
         return found
 
-    def _options(
+    def options(
         self, wanted: GenerationRequest, logprobs: int | None, echo: tuple[str, ...] | None = None
     ) -> Options:
+        """What an answer holds besides the text, as the request and the server's options say."""
         # without a tokenizer, responses have token ids only
         has_no_text = self._engine.tokenizer is None and wanted.return_token_ids is None
         return Options(
@@ -213,6 +230,7 @@ class Endpoints:
             bool(wanted.return_token_ids) or has_no_text,
             wanted.prompt_logprobs,
             self._config.tells_cached_tokens,
+            wanted.n or 1,
         )
 
     async def _answer(
@@ -229,7 +247,7 @@ class Endpoints:
         jobs = [
             OutputJob(prompt, ids, own)
             for prompt, ids in enumerate(token_ids)
-            for own in for_choices(params, wanted.n or 1, bool(wanted.stream))
+            for own in for_choices(params, num_outputs(wanted), bool(wanted.stream))
         ]
         # as in vLLM, the header takes precedence over the field
         sent_id = request_id_of(request)
@@ -260,10 +278,24 @@ class Endpoints:
             if not is_handed_on:
                 generation.close()
 
-    def _check(self, wanted: GenerationRequest) -> None:
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError: there is no model, or adapter, of this name."""
         names = (*self._config.model_names, *self._engine.adapters)
-        if wanted.model is not None and wanted.model not in names:
-            raise unknown_model(wanted.model, names)
+        if name is not None and name not in names:
+            raise unknown_model(name, names)
+
+    def chat_text(self, wanted: ChatRequest) -> str:
+        """The prompt of a chat, with special tokens.
+
+        Raises:
+            ApiError: there is no template, or this request cannot have it, or it refuses messages.
+        """
+        with_tools(wanted, self._config, self.unknown)
+        self._check_template(wanted)
+        return render(self._template, wanted)
+
+    def _check(self, wanted: GenerationRequest) -> None:
+        self.check_model(wanted.model)
         options = wanted.stream_options
         if options is not None and options.model_fields_set and not wanted.stream:
             raise bad_request(
@@ -300,80 +332,14 @@ class Endpoints:
                 "chat_template",
             )
 
-    def _check_count(self, count: int) -> None:
-        if count > MAX_CHOICES:
-            raise _too_many(count)
-
-    def _read_prompts(
-        self, wanted: CompletionRequest
-    ) -> tuple[list[list[int]], tuple[str, ...] | None]:
-        """Token ids of the prompts, and their texts if they are echoed."""
-        requests = self.service.core.requests
-        prompts = _prompts(wanted.prompt)
-        self._check_count(len(prompts) * (wanted.n or 1))
-        has_special = wanted.add_special_tokens is False
-        token_ids = []
-        for index, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                token_ids.append(requests.tokenize(prompt, has_special, index))
-            else:
-                requests.check_length(len(prompt), index)
-                token_ids.append(prompt)
-        if not wanted.echo:
-            return token_ids, None
-        texts = zip(prompts, token_ids, strict=True)
-        return token_ids, tuple(p if isinstance(p, str) else self._text(ids) for p, ids in texts)
-
-    def _text(self, token_ids: list[int]) -> str:
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
-            return ""
-        # the engine refuses others on submission
-        known = [token for token in token_ids if 0 <= token < self._engine.vocab_size]
-        # decoding a batch releases the GIL
-        return tokenizer.decode_batch([known], skip_special_tokens=False)[0]
-
 
 @contextlib.contextmanager
-def _blaming(prompt: str) -> Iterator[None]:
+def blaming(prompt: str) -> Iterator[None]:
     """Attribute engine errors to this field of the request."""
     try:
         yield
     except RequestError as error:
         raise api_error_of(error, prompt=prompt) from error
-
-
-def _too_many(count: int) -> ApiError:
-    return bad_request(
-        f"{count} outputs, prompts times n", f"at most {MAX_CHOICES}", "ask for fewer", "n"
-    )
-
-
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a request, in any of the four forms that OpenAI's API takes."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        # 5.0 is 5 here, too
-        prompt = whole_numbers(prompt)
-        if isinstance(prompt[0], list):
-            prompt = [whole_numbers(item) for item in prompt]
-        if type(prompt[0]) is not int and len(prompt) > MAX_CHOICES:
-            # before checking each of them
-            raise _too_many(len(prompt))
-        if all(type(item) is int for item in prompt):
-            return [prompt]
-        if all(isinstance(item, str) for item in prompt):
-            return prompt
-        lists = all(isinstance(item, list) for item in prompt)
-        if lists and all(type(token) is int for item in prompt for token in item):
-            return prompt
-    raise bad_request(
-        "the prompt is empty, or of another form",
-        "a string, a list of token ids, or a list of either",
-        "correct it",
-        "prompt",
-    )
 
 
 def render(template: ChatTemplate | None, wanted: ChatRequest) -> str:

@@ -11,7 +11,10 @@ from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
 from specc.server.protocol import ChatRequest, CompletionRequest
+from specc.server.tokenizing import DetokenizeRequest, TokenizeRequest
 
+# bodies of requests
+_KINDS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 _PLACE = "#/components/schemas/{model}"
 _ERROR = {
     "type": "object",
@@ -97,15 +100,18 @@ def message_body(is_count: bool = False) -> dict[str, Any]:
     return {"openapi_extra": {"requestBody": content}, "responses": responses}
 
 
-def request_body(kind: type[BaseModel]) -> dict[str, Any]:
+def request_body(kind: type[BaseModel], is_streamed: bool = True) -> dict[str, Any]:
     """Arguments of a route whose body is parsed by hand.
 
     Args:
         kind: what the body holds.
+        is_streamed: answers may be streams.
     """
     body = {"schema": {"$ref": _PLACE.format(model=kind.__name__)}}
     content = {"required": True, "content": {"application/json": body}}
-    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
+    answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if is_streamed:
+        answer["text/event-stream"] = {}
     responses: dict[int, Any] = {code: _ERRORS for code in _CODES}
     responses[200] = {"description": "The answer, or its stream.", "content": answer}
     return {"openapi_extra": {"requestBody": content}, "responses": responses}
@@ -151,7 +157,7 @@ def describe(app: FastAPI, has_strict_fields: bool) -> None:
                 for operation in path.values():
                     # no route answers with what FastAPI would by itself
                     operation["responses"].pop("422", None)
-            for kind in (CompletionRequest, ChatRequest):
+            for kind in _KINDS:
                 schema = kind.model_json_schema(ref_template=_PLACE)
                 schemas |= schema.pop("$defs", {}) | {kind.__name__: schema}
             for schema in schemas.values():

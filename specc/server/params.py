@@ -31,10 +31,12 @@ _SEEDS = 1 << 63
 
 def completion_params(request: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
     """Raises ApiError or RequestError: a value that is out of range or cannot be served."""
-    if request.best_of not in (None, request.n or 1):
+    num_best, count = request.n or 1, num_outputs(request)
+    if count < num_best or (count > num_best and request.stream):
         raise bad_request(
-            f"best_of={request.best_of} and n={request.n or 1}", "equal ones", "leave best_of out",
-            "best_of",
+            f"best_of={count}, n={num_best}" + (", and a stream" if request.stream else ""),
+            "best_of of n or more, and of n in a stream: all have to end before the best are known",
+            "correct it", "best_of",
         )  # fmt: skip
     tokens = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     tokens = 1 if is_prompt_alone(request) else tokens
@@ -42,7 +44,16 @@ def completion_params(request: CompletionRequest, defaults: SamplingDefaults) ->
     if request.echo and request.logprobs is not None:
         most = max(request.logprobs, params.prompt_logprobs or 0)
         params = dataclasses.replace(params, prompt_logprobs=most)
+    if count > num_best and params.logprobs is None:
+        # the best are chosen by them
+        params = dataclasses.replace(params, logprobs=0)
     return params
+
+
+def num_outputs(request: GenerationRequest) -> int:
+    """Of each prompt; `best_of` may be more than come back."""
+    own = request.best_of if isinstance(request, CompletionRequest) else None
+    return own or request.n or 1
 
 
 def is_prompt_alone(request: CompletionRequest) -> bool:

@@ -90,7 +90,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "web_search_options": (),
     "use_beam_search": (False,),
-    "truncate_prompt_tokens": (),
     "return_tokens_as_token_ids": (False,),
     "logprob_token_ids": ([],),
     # who sends one relies on it that nobody else's prefixes are used
@@ -186,6 +185,8 @@ class GenerationRequest(Fields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[Int | None, _number(-1)] = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: Annotated[Int | None, Field(ge=-(1 << 31), lt=1 << 31)] = None
     request_id: Annotated[str | None, Field(pattern=r"^[ -~]{1,256}$")] = None
     structured_outputs: StructuredOutputs | None = None
@@ -204,7 +205,7 @@ class CompletionRequest(GenerationRequest):
     """Of /v1/completions."""
 
     prompt: Prompts
-    best_of: Annotated[Int | None, Field(ge=1)] = None
+    best_of: Annotated[Int | None, Field(ge=1, le=MAX_CHOICES)] = None
     echo: bool | None = None
     logprobs: Annotated[Int | None, _number(0, MAX_LOGPROBS)] = None
 

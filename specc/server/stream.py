@@ -26,6 +26,8 @@ class EventWriter(abc.ABC):
     What they return is sent as it is: some results of `to_event`, one after the other.
     """
 
+    media_type = "text/event-stream"
+
     def begin(self, outputs: Sequence[Output]) -> bytes:
         """What stands before all else; the first update is there, and is written next."""
         return b""
@@ -53,9 +55,8 @@ class EventStream(Response):
     Args:
         generation: started, its first update taken.
         close: called when the stream is over.
+        media_type: of all events together.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -63,9 +64,11 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         headers: dict[str, str],
         close: Callable[[], None],
+        media_type: str,
     ) -> None:
         super().__init__(
-            headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            media_type=media_type,
         )
         # it ends where the connection does not close
         del self.headers["content-length"]
@@ -108,7 +111,7 @@ async def open_stream(
     updates = generation.updates()
     first = await unless_gone(request, _next(updates))
     events = _events(generation, updates, first, writer)
-    return EventStream(generation, events, headers, writer.close)
+    return EventStream(generation, events, headers, writer.close, writer.media_type)
 
 
 def to_event(data: Any, name: str | None = None) -> bytes:

@@ -82,8 +82,8 @@ def test_ids_of_other_responses(is_on: bool) -> None:
         assert answer.headers.get_list("x-request-id") == ["mine"]
 
 
-GETS = ("/health", "/ping", "/version", "/metrics", "/stats", "/", "/openapi.json", "/v1/models",
-        f"/v1/models/{MODEL}")  # fmt: skip
+GETS = ("/health", "/ping", "/version", "/load", "/metrics", "/stats", "/", "/openapi.json",
+        "/v1/models", f"/v1/models/{MODEL}", "/tokenizer_info")  # fmt: skip
 
 
 def test_head_and_trailing_slashes(server) -> None:

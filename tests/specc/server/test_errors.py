@@ -105,7 +105,8 @@ def test_bad_values(server, path: str, field: str) -> None:
         ({"prompt": "a" * 100_000}, ["100000 tokens"]),
         ({"prompt": ["ab"] * 129}, ["129 outputs"]),
         ({"prompt": ["ab"] * 65, "n": 2}, ["130 outputs"]),
-        ({"prompt": "ab", "best_of": 2}, ["best_of=2"]),
+        ({"prompt": "ab", "n": 3, "best_of": 2}, ["best_of=2"]),
+        ({"prompt": ["ab"] * 65, "best_of": 2}, ["130 outputs"]),
         ({"prompt": "ab", "logprobs": 21}, ["logprobs=21"]),
         ({"prompt": "ab", "logprobs": -1}, ["logprobs=-1"]),
         ({"prompt": "ab", "suffix": "x"}, ["suffix"]),
@@ -291,7 +292,7 @@ def test_keys() -> None:
             answer = server.post(COMPLETIONS, {"prompt": "ab"}, headers=headers)
             error = assert_error(answer, 401)
             assert error["type"] == "authentication_error"
-        for path in ("/health", "/metrics", "/stats", "/", "/ping", "/version"):
+        for path in ("/health", "/metrics", "/stats", "/", "/ping", "/version", "/load"):
             assert server.get(path).status_code == 200
         # what the server can do is told to those who may use it
         assert_error(server.get("/openapi.json"), 401)

@@ -47,6 +47,7 @@ _VALID: dict[str, list[Any]] = {
     "include_stop_str_in_output": [True, False],
     "skip_special_tokens": [True, False],
     "add_special_tokens": [True, False],
+    "truncate_prompt_tokens": [None, -1, 50],
     "priority": [-5, 0, 5],
     "rule": [None, "coupled", "delta"],
     "speculative": [True, False],
@@ -123,7 +124,8 @@ def operations(server) -> list[Any]:
 
 def test_the_description_names_every_path(operations) -> None:
     assert {(operation.method, operation.path) for operation in operations} == {
-        *(("get", path) for path in ("/health", "/ping", "/version", "/metrics", "/stats")),
+        *(("get", path) for path in ("/health", "/ping", "/version", "/load")),
+        *(("get", path) for path in ("/metrics", "/stats", "/tokenizer_info")),
         *(("get", path) for path in ("/v1/models", "/v1/models/{model}")),
         *(("post", f"/v1/{path}") for path in ("completions", "chat/completions")),
         *(("post", f"/v1/{path}") for path in ("messages", "messages/count_tokens")),
@@ -131,6 +133,7 @@ def test_the_description_names_every_path(operations) -> None:
         *((method, "/v1/responses/{response_id}") for method in ("get", "delete")),
         ("post", "/v1/responses/{response_id}/cancel"),
         ("get", "/v1/responses/{response_id}/input_items"),
+        *(("post", path) for path in ("/tokenize", "/detokenize")),
     }
 
 
@@ -226,8 +229,8 @@ def test_anything_in_one_field_in_many(server, path: str) -> None:
     check_survives(server, path, 300)
 
 
-@pytest.mark.default("0", "1", "3", "6", "7", "9", "11", "15")
-@pytest.mark.parametrize("index", range(16))
+@pytest.mark.default("0", "1", "4", "7", "8", "10", "12", "16", "17", "18")
+@pytest.mark.parametrize("index", range(20))
 def test_no_server_errors(server, operations, index: int) -> None:
     statuses = fuzz(operations[index], 10 if operations[index].method == "post" else 3)
     server.wait_until_idle()
@@ -235,7 +238,7 @@ def test_no_server_errors(server, operations, index: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(16))
+@pytest.mark.parametrize("index", range(20))
 def test_no_server_errors_in_many(server, operations, index: int) -> None:
     statuses = fuzz(operations[index], 300 if operations[index].method == "post" else 50)
     server.wait_until_idle()

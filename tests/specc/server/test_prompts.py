@@ -167,7 +167,6 @@ def test_n_shares_the_prompt(server) -> None:
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt_logprobs": True}, "prompt_logprobs"),
         ({"return_token_ids": 1}, "return_token_ids"),
-        ({"best_of": 3}, "best_of"),
     ],
 )
 def test_what_is_refused(server, body, param) -> None:

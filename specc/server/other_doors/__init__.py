@@ -1,0 +1,1 @@
+"""Requests and answers of other servers, over the same endpoints."""
