@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -108,11 +109,28 @@ def blocks_of(pieces: Iterable[Piece], hides_thinking: bool = False) -> list[dic
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Arguments of a call; of one that was cut, those that were there, as clients read them."""
-    try:
-        return json.loads(text)  # type: ignore[no-any-return]
-    except ValueError:
-        # the client's own reader, which comes with its package
-        from jiter import from_json
+    """Arguments of a call; of one that was cut, those that were there, as clients read them.
 
-        return from_json(text.encode("utf-8", "replace"), partial_mode=True)  # type: ignore[no-any-return]
+    What clients could not read in a stream either, such as thousands of levels, is an object of
+    nothing.
+    """
+    try:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            # the client's own reader, which comes with its package
+            from jiter import from_json
+
+            found = from_json(text.encode("utf-8", "replace"), partial_mode=True)
+        return _finite(found)  # type: ignore[no-any-return]
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _finite(value: Any) -> Any:
+    """With texts for numbers that are too large for one: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -63,7 +63,8 @@ def check_field(kind: str, field: str, value: Any) -> None:
     """Raises ApiError: a field of a request has another type."""
     choice = ""
     if choices := _choices(kind, field):
-        choice = object_at(value, field).get("type", "")
+        value = object_at(value, field)
+        choice = value.get("type", "")
         if not isinstance(choice, str) or choice not in choices:
             raise bad_request(
                 f"{field}.type of another value", " or ".join(choices), "choose one of them",

@@ -152,11 +152,12 @@ class ResponseAnswer(Answer):
         }
 
     def keep(self, response: Item) -> None:
-        """Keep what is over, if it is to be kept."""
+        """Keep what is over, if it is to be kept; it says so where there is no room for it."""
         place = self.place
-        if place.items is not None:
-            kept = Kept(to_bytes(response), place.items, place.previous)
-            place.store.put(place.caller, self.id, kept)
+        if place.items is None:
+            return
+        kept = Kept(to_bytes(response), place.items, place.previous)
+        response["store"] = place.store.put(place.caller, self.id, kept)
 
     def _usage(self, items: OutputItems | None, outputs: Sequence[Output]) -> Item:
         found = usage_of(outputs)

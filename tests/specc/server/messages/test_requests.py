@@ -117,6 +117,7 @@ def test_an_answer_that_was_begun_goes_on() -> None:
         ({"type": "any", "disable_parallel_tool_use": True},
          {"tool_choice": "required", "parallel_tool_calls": False}),
         ({"type": "auto", "disable_parallel_tool_use": False}, {"tool_choice": "auto"}),
+        ({"type": "any", "disable_parallel_tool_use": None}, {"tool_choice": "required"}),
     ],
 )  # fmt: skip
 def test_tools_and_the_choice_among_them(choice: Any, want: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from specc.runtime.service.service import Update
 from specc.sampling.params import SamplingParams
 from specc.server.config import ServeConfig
-from specc.server.errors import ApiError
+from specc.server.errors import ApiError, to_bytes
 from specc.server.generate import Output, OutputJob
 from specc.server.message_reader import MessageReader
 from specc.server.messages.answer import MessageAnswer
@@ -23,6 +23,7 @@ from specc.server.messages.blocks import blocks_of
 from specc.server.messages.signature import thinking_in
 from specc.server.parsers.events import Text
 from specc.server.parsers.formats import CALL_FORMATS
+from specc.server.parsers.message import CallDelta
 from specc.server.protocol import ChatRequest
 from specc.server.tools import ToolUse
 from specc.speculation.metrics import SpecStats
@@ -146,6 +147,24 @@ def test_arguments_that_were_cut_are_those_that_were_there() -> None:
     text = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": [2, "ab'
     (block,) = whole("hermes", text, reason="length")["content"]
     assert block["input"] == {"x": 1, "y": [2]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        ('{"x": 1e999, "y": [-1e999]}', {"x": "inf", "y": ["-inf"]}),
+        (f'{{"x": {"9" * 5000}}}', {}),
+        (f'{{"x": {"[" * 5000}{"]" * 5000}}}', {}),
+        (f'{{"x": {"[" * 5000}', {}),
+        ('{"x": "\\ud83d"}', {"x": "\ud83d"}),
+    ],
+)
+def test_arguments_that_no_client_could_read(arguments: str, want: dict[str, Any]) -> None:
+    """Whatever a model writes, the answer is JSON."""
+    piece = CallDelta(0, "1", "add", arguments)
+    (block,) = blocks_of([piece])
+    assert block["input"] == want
+    json.loads(to_bytes(block), parse_constant=pytest.fail)
 
 
 def test_tokens_of_the_cache_are_told_apart() -> None:

@@ -179,6 +179,13 @@ def test_a_failure_is_told_by_the_response() -> None:
     assert json.loads(kept.response) == final
 
 
+def test_a_response_that_is_too_large_to_keep_says_so() -> None:
+    store = ResponseStore(8, 1500)
+    response = answer_of({}, store=store).whole([output_of(updates_of("a", [2]))])
+    assert response["store"] is False
+    assert store.get(b"me", ID) is None
+
+
 def test_a_cancelled_response_ends_with_what_it_has() -> None:
     store = ResponseStore(8, 1 << 20)
     writer, outputs, written, cancelled = writer_after("ab", store)
