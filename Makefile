@@ -36,7 +36,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq --no-com
 RUN := OMP_NUM_THREADS=1
 TYPES := build/types/specc
 
-.PHONY: help aarch64 decode demo demo-real gpu-check gpu-rehearsal mutants test test-all test-full \
+.PHONY: help aarch64 clients decode demo demo-real gpu-check gpu-rehearsal mutants test test-all test-full \
 	sanitize lint \
 	clean distclean
 # the oldest that pyproject.toml allows; tests/kernels/cuda/test_budgets.py compiles with it, too
@@ -112,6 +112,10 @@ aarch64: $(VENV)/.dev
 # ARGS="--only 'step/*' --jobs 2 --resume --json out/mutants.json"; tests/mutants/README.md
 mutants: $(VENV)/.dev
 	@PYTHONPATH=. PYTHONSAFEPATH=1 $(RUN) $(BIN)/python -m tests.mutants $(ARGS)
+
+# packages that others have written, against a server: writes docs/guide/clients.md
+clients: $(VENV)/.dev
+	@PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.clients
 
 # COMMAND=A, B or C: each ends within 8 minutes; without it all three, one after the other
 gpu-check:
