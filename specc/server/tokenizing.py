@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
@@ -15,7 +15,7 @@ from specc.runtime.requests.chat_template import ChatTemplate
 from specc.server.chat_fields import ChatMessage, Tool
 from specc.server.config import MAX_VALUES
 from specc.server.endpoints import Endpoints
-from specc.server.errors import JSON, bad_request
+from specc.server.errors import JSON, bad_request, to_bytes
 from specc.server.fields import Fields, Ints, UnknownFields, error_of, without_nulls
 from specc.server.protocol import ChatRequest, parse
 
@@ -46,6 +46,8 @@ class DetokenizeRequest(Fields):
     tokens: Annotated[Ints, Field(max_length=MAX_VALUES)]
 
 
+# values that are written at a time: a few milliseconds
+_PART = 1 << 14
 # not of chats
 _OWN = ("prompt", "return_token_strs")
 
@@ -72,7 +74,7 @@ class Tokenizing:
             ClientGone: the client has disconnected.
         """
 
-        def read(body: bytes) -> tuple[list[int], bool]:
+        def read(body: bytes) -> bytes:
             data = self._endpoints.parse_body(body)
             wanted = parse_fields(TokenizeRequest, data, self._endpoints.unknown)
             self._endpoints.check_model(wanted.model)
@@ -91,19 +93,11 @@ class Tokenizing:
             adds = wanted.add_special_tokens
             adds = wanted.prompt is not None if adds is None else adds
             token_ids = self._service.core.requests.tokenize_any(text, not adds)
-            return token_ids, bool(wanted.return_token_strs)
+            return self._tokens(token_ids, bool(wanted.return_token_strs))
 
-        token_ids, has_strings = await self._endpoints.in_thread(request, read, is_chat=True)
-        tokenizer = self._tokenizer
-        strings = [tokenizer.id_to_token(i) for i in token_ids] if has_strings else None
-        return JSON(
-            {
-                "count": len(token_ids),
-                "max_model_len": self._service.engine.max_seq_len,
-                "tokens": token_ids,
-                "token_strs": strings,
-            }
-        )
+        # there may be a million of them
+        found = await self._endpoints.in_thread(request, read, is_chat=True)
+        return Response(found, media_type=JSON.media_type)
 
     async def detokenize(self, request: Request) -> Response:
         """Handler of /detokenize; raises what `tokenize` does."""
@@ -140,12 +134,28 @@ class Tokenizing:
         absent = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
         return JSON({"tokenizer_class": kind} | absent | tokens | {"chat_template": source})
 
+    def _tokens(self, token_ids: list[int], has_strings: bool) -> bytes:
+        """The body of an answer, written in parts: a writer holds the interpreter's lock."""
+        head = {"count": len(token_ids), "max_model_len": self._service.engine.max_seq_len}
+        tokenizer = self._tokenizer
+        strings = b"null"
+        if has_strings:
+            strings = _in_parts([tokenizer.id_to_token(token) for token in token_ids])
+        ids = _in_parts(token_ids)
+        return b'%s,"tokens":%s,"token_strs":%s}' % (to_bytes(head)[:-1], ids, strings)
+
     @property
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self._service.engine.tokenizer
         if tokenizer is None:
             raise bad_request("an engine without a tokenizer", "one", "load another engine")
         return tokenizer
+
+
+def _in_parts(values: Sequence[Any]) -> bytes:
+    """A list as JSON."""
+    parts = (values[at : at + _PART] for at in range(0, len(values), _PART))
+    return b"[" + b",".join(to_bytes(part)[1:-1] for part in parts) + b"]"
 
 
 def parse_fields(

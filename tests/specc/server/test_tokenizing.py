@@ -58,7 +58,9 @@ def test_texts(server) -> None:
     assert found["token_strs"] == ["Ġ", "a", "Ġ", "b"]
     assert tokenize(server, prompt="")["tokens"] == [BOS]
     # a text that no request could have
-    assert tokenize(server, prompt="ab" * 50_000)["count"] == 100_001
+    found = tokenize(server, prompt="ab" * 50_000, return_token_strs=True)
+    assert (found["count"], found["tokens"]) == (100_001, [BOS, *[0, 1] * 50_000])
+    assert found["token_strs"] == ["Ġ", *"ab" * 50_000]
 
 
 @pytest.mark.parametrize(
