@@ -51,6 +51,7 @@ LAYER_OF = {
     "passes": "passes",
     "percentile": "facts",
     "refusals": "facts",
+    "refuse_running": "facts",
     "progress": "facts",
     "runtime": "runtime",
     "sampling": "facts",
