@@ -13,10 +13,10 @@ the target stay shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,35 @@ from specc.errors import ConfigError, EngineError
 from specc.refuse_running import refuse_running
 
 if TYPE_CHECKING:
-    from specc.runtime.engine import Engine
+    from specc.artifact.backends import BackendFacts
+    from specc.artifact.manifest import Manifest
+    from specc.runtime.backends.step import Model
+    from specc.runtime.in_flight import InFlight
+    from specc.runtime.scheduling.kv_cache import KVCache
+
+
+class Asleep(Protocol):
+    """What tells whether an engine sleeps."""
+
+    is_asleep: bool
+
+
+class LoadedEngine(Protocol):
+    """What new weights, and sleep, are asked of; see `Engine`, which imports this module."""
+
+    manifest: Manifest | None
+    directory: Path | None
+    cache: KVCache
+    drafts: list[Model]
+
+    @property
+    def facts(self) -> BackendFacts: ...
+
+    @property
+    def loops(self) -> Iterable[InFlight]: ...
+
+    @property
+    def sleep(self) -> Asleep: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +80,7 @@ class DraftWeights:
         engine: loaded.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LoadedEngine) -> None:
         self._engine = engine
         entries = engine.manifest.models[1:] if engine.manifest else ()
         self.versions = {entry.name: DraftVersion(entry.name) for entry in entries}

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +20,24 @@ from torch import Tensor
 from specc.artifact.safetensors_io import read_exactly, tensor_bytes
 from specc.errors import EngineError, OutputError, RequestError, WeightError
 from specc.refuse_running import refuse_running
+from specc.runtime.draft_weights import DraftWeights, LoadedEngine
 from specc.system.allocator import give_back
 from specc.system.dropped_pages import drop_to_zeros
 from specc.system.files import check_free_space
 
 if TYPE_CHECKING:
-    from specc.runtime.engine import Engine
+    from specc.runtime.backends.program_files import StoredWeights
+
+
+class SleepingEngine(LoadedEngine, Protocol):
+    """What is asked of an engine, besides; see `Engine`, which imports this module."""
+
+    @property
+    def stored_weights(self) -> Iterable[StoredWeights]: ...
+
+    @property
+    def draft_weights(self) -> DraftWeights: ...
+
 
 # as vLLM counts them: 1 lets weights and caches go, and brings the weights back
 LEVEL = 1
@@ -39,7 +51,7 @@ class Sleep:
         engine: loaded. It is let sleep and woken between two iterations, by one thread.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: SleepingEngine) -> None:
         self._engine = engine
         self.is_asleep = False
         # of drafts that were reloaded: their weights, one after the other

@@ -170,11 +170,12 @@ class Operator:
     def wake(self) -> None:
         """Requests are about to run, in the engine's thread."""
         self.note_work()
-        if self.nap is Nap.IDLE:
+        if self.is_asleep:
+            # they were taken before somebody asked it to sleep, who waits for them
             self._core.engine.sleep.end()
-            with self._changed:
-                if self.nap is Nap.IDLE:
-                    self.nap = Nap.AWAKE
+        with self._changed:
+            if self.nap is Nap.IDLE:
+                self.nap = Nap.AWAKE
 
     @property
     def is_asleep(self) -> bool:

@@ -307,6 +307,31 @@ def test_a_service_that_falls_asleep(pair: Pair) -> None:
         assert engine.sleep.num_sleeps >= 5
 
 
+def test_asked_to_sleep_while_a_request_wakes_it(pair: Pair) -> None:
+    expected = tokens(LLM(pair.engine, plan="off"))
+    with Service(EngineCore(Engine.load(pair.engine)), sleep_after_s=0.05) as service:
+        operator, reached, opened = service.operator, threading.Event(), threading.Event()
+        wait_for(lambda: operator.is_asleep)
+        wake = operator.wake
+
+        def gated() -> None:
+            reached.set()
+            assert opened.wait(30)
+            wake()
+
+        operator.wake = gated  # type: ignore[method-assign]
+        reader = ask(service, PROMPTS[0])
+        assert reached.wait(30)
+        thread = threading.Thread(target=operator.sleep)
+        thread.start()
+        wait_for(lambda: operator.nap is Nap.ASKED)
+        opened.set()
+        assert reader.wait() == expected[0]
+        thread.join(30)
+        assert operator.is_asleep
+        assert operator.nap is Nap.ASKED
+
+
 def test_somebody_wakes_it_before_it_sleeps(pair: Pair) -> None:
     with Service(EngineCore(Engine.load(pair.engine))) as service:
         opened = threading.Event()
