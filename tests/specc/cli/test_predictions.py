@@ -27,7 +27,7 @@ def engine(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
     plans = (OFF, SpecPlan.from_widths((1,) * 4, ("suffix",)))
     config = CompileConfig(plans=plans, max_seq_len=512, max_batch_size=2)
     path = tmp_path_factory.mktemp("engines") / "suffix"
-    return engines.build(tiny_models.target, None, path, config)
+    return engines.build(tiny_models.target, (), path, config)
 
 
 def outputs(*command: object, **options: object) -> list[dict]:
