@@ -1,4 +1,4 @@
-"""Typed trees put out the target's distribution; ten schemes that do not are refused.
+"""Typed trees put out the target's distribution; sixteen schemes that do not are refused.
 
 Every comparison is of the joint counts of three tokens, over many sequences with seeds of their
 own, which several steps have put out. A right implementation fails one with probability 1e-9, and

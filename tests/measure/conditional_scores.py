@@ -67,12 +67,9 @@ LEVELS = ((2, 2, 1, 1, 1), (4, 4, 3, 2, 2), (7, 8, 7, 5, 4), (8, 16, 15, 13, 11)
 CHAIN = SpecPlan.from_widths((1,) * DEPTH)
 BEST_FIRST = [SpecPlan.from_dynamic(DynamicTree(size, CHILDREN, DEPTH)) for size in SIZES]
 SHARED = [SpecPlan.from_dynamic(BudgetTree.of(levels)) for levels in LEVELS]
-RULES = {
-    "greedy": BEST_FIRST,
-    "coupled": BEST_FIRST,
-    "mss": SHARED,
-    "swor": SHARED,
-}
+PLANS = (CHAIN, *BEST_FIRST, *SHARED)
+# the first two hold for any tree
+RULES = {"greedy": BEST_FIRST, "coupled": BEST_FIRST, "swor": SHARED, "mss": SHARED}
 # tokens of texts; of a text, and of a step of training
 _LENGTH, _BATCH, _RATES = 256, 2048, (0.02, 4e-3)
 
@@ -154,42 +151,47 @@ def train_kind(
     checkpoint.path.unlink()
 
 
-def measure_kind(kind: str, root: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Steps and tokens of each prompt, by rule and plan."""
-    plans = (CHAIN, *BEST_FIRST, *SHARED)
-    engine = root / f"{kind}-engine"
+def measure_kind(kind: str, root: Path, given: argparse.Namespace) -> None:
+    """Steps and tokens of each prompt, by rule and plan; what a file has of them stays."""
+    engine, path = root / f"{kind}-engine", root / f"{kind}.json"
     if not (engine / MANIFEST_FILE).exists():
         config = CompileConfig(
-            plans=plans, max_seq_len=512, max_batch_size=8, backend="cpu", probe=False
+            plans=PLANS, max_seq_len=512, max_batch_size=8, backend="cpu", probe=False
         )
         build(TARGET, [root / kind], engine, config)
-    prompts, found = read_prompts(given.num_prompts), {}
-    loaded = Engine.load(engine, num_threads=1)
+    prompts, loaded = read_prompts(given.num_prompts), Engine.load(engine, num_threads=1)
+    counts = json.loads(path.read_text())["counts"] if path.exists() else {}
     plain: list[list[int]] = []
     for rule, trees in RULES.items():
-        for plan in ((OFF,) if rule == "greedy" else ()) + (CHAIN, *trees):
-            llm, seeds = LLM(loaded, plan=plan.name), given.seeds if rule != "greedy" else 1
-            steps, tokens = [0] * len(prompts), [0] * len(prompts)
-            for seed in range(seeds):
-                how: dict[str, Any] = {"temperature": 0.0}
-                if rule != "greedy":
-                    how = {"temperature": 1.0, "rule": rule, "seed": 1000 * seed + 7}
-                params = SamplingParams(max_tokens=given.tokens, **how)
-                outputs = llm.generate(prompts, params)
-                for number, output in enumerate(outputs):
-                    steps[number] += output.metrics.num_steps
-                    accepted = output.metrics.num_accepted_tokens
-                    tokens[number] += output.metrics.num_steps + accepted
+        names = {f"{rule} {plan.name}": plan for plan in (CHAIN, *trees)}
+        for name, plan in names.items():
+            if name in counts:
+                continue
             if rule == "greedy":
-                own = [list(output.outputs[0].token_ids) for output in outputs]
-                plain = plain or own
-                assert own == plain, f"{kind}, {plan.name}: other tokens than those of off"
-            if plan is not OFF:
-                counts = Counts(steps, tokens)
-                found[f"{rule} {plan.name}"] = vars(counts)
-                print(kind, rule, plan.name, round(counts.mean, 3), flush=True)
-    training = json.loads((root / kind / "training.json").read_text())
-    return {"training": training, "num_prompts": len(prompts), "counts": found}
+                plain = plain or run(loaded, OFF, prompts, given, rule)[1]
+            counts[name], tokens = run(loaded, plan, prompts, given, rule)
+            if rule == "greedy":
+                assert tokens == plain, f"{kind}, {plan.name}: other tokens than those of off"
+            print(kind, name, round(Counts(**counts[name]).mean, 3), flush=True)
+            training = json.loads((root / kind / "training.json").read_text())
+            result = {"training": training, "num_prompts": len(prompts), "counts": counts}
+            path.write_text(json.dumps(result) + "\n")
+
+
+def run(
+    engine: Engine, plan: SpecPlan, prompts: list[str], given: argparse.Namespace, rule: str
+) -> tuple[dict[str, list[int]], list[list[int]]]:
+    """Fields of `Counts`, and the tokens of the outputs of the last seed."""
+    llm, steps, tokens = LLM(engine, plan=plan.name), [0] * len(prompts), [0] * len(prompts)
+    for seed in range(given.seeds if rule != "greedy" else 1):
+        how: dict[str, Any] = {"temperature": 0.0}
+        if rule != "greedy":
+            how = {"temperature": 1.0, "rule": rule, "seed": 1000 * seed + 7}
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=given.tokens, **how))
+        for number, output in enumerate(outputs):
+            steps[number] += output.metrics.num_steps
+            tokens[number] += output.metrics.num_steps + output.metrics.num_accepted_tokens
+    return {"steps": steps, "tokens": tokens}, [list(x.outputs[0].token_ids) for x in outputs]
 
 
 def table(results: dict[str, Any]) -> list[list[Any]]:
@@ -214,7 +216,7 @@ def table(results: dict[str, Any]) -> list[list[Any]]:
 
 def draw(rows: list[list[Any]], path: Path) -> None:
     """Tokens a step over nodes, greedy and at temperature 1, a color for each kind."""
-    names = {plan.name: plan.num_nodes for plan in (CHAIN, *BEST_FIRST, *SHARED)}
+    names = {plan.name: plan.num_nodes for plan in PLANS}
     title = f"demo target, drafters trained alike, {DEPTH} tokens a pass; a bar is a standard error"
     with svg_plot(path, 7, 4.6, title) as axes:
         for rule, line, said in (
@@ -257,9 +259,9 @@ def main() -> None:
     add("--steps", type=int, default=450, help="of training, of each kind")
     add("--write", type=int, default=80_000, help="tokens that the target writes to learn from")
     add("--read", type=int, default=250_000, help="tokens of the texts themselves")
-    add("--num-prompts", type=int, default=None, help="of each file of held-out prompts")
+    add("--num-prompts", type=int, default=17, help="of each file of held-out prompts")
     add("--tokens", type=int, default=64, help="of an output")
-    add("--seeds", type=int, default=2, help="outputs of a prompt at temperature 1")
+    add("--seeds", type=int, default=1, help="outputs of a prompt at temperature 1")
     add("--seed", type=int, default=20261129)
     add("--json", type=Path, default=None, help="file of the table")
     add("--plot", type=Path, default=None, help="picture, .svg")
@@ -272,9 +274,7 @@ def main() -> None:
     for kind in () if given.texts_only else given.kind or SCORES:
         if not (root / kind / "training.json").exists():
             train_kind(kind, root, given.steps, given.seed, target, store)
-        if not (root / f"{kind}.json").exists():
-            result = measure_kind(kind, root, given)
-            (root / f"{kind}.json").write_text(json.dumps(result) + "\n")
+        measure_kind(kind, root, given)
     paths = {kind: root / f"{kind}.json" for kind in SCORES}
     results = {kind: json.loads(path.read_text()) for kind, path in paths.items() if path.exists()}
     rows = table(results)

@@ -11,13 +11,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specc.compiler.build import build
 from specc.config import CompileConfig
+from specc.passes.drafters.lattice import Lattice
+from specc.passes.drafters.path_score import wide
+from specc.passes.step import draft_levels
 from specc.runtime.engine import Engine
 from specc.sampling.rows import Rule
 from specc.speculation.plans import SpecPlan
@@ -376,6 +381,62 @@ def test_a_few_draws(
 ) -> None:
     engine = engine_of(kind, plans=(TREE,))
     check(engine, exact_of(kind), kind, TREE, Rule.SWOR, 640)
+
+
+def compile_told_of_rows(target: Path, draft: Path, root: Path, plan: SpecPlan) -> None:
+    """An engine whose step verifies with the rows of a pass, of all tokens, where children were
+    drawn by what a score makes of their candidates.
+    """
+    feed, draw_children = Lattice.feed_level, draft_levels.children
+    scored: list[Any] = []
+
+    def feed_level(self: Lattice, g: Any, *given: Any) -> Any:
+        scored[:] = [feed(self, g, *given)]
+        count, depth = given[3], given[4]
+        row = g.call(torch.ops.aten.slice.Tensor, self.levels[depth], 1, 0, -self.width)
+        return wide(g, row, count)
+
+    def children(g: Any, logits: Any, *given: Any, **named: Any) -> Any:
+        return draw_children(g, scored[0], *given, **named)
+
+    with (
+        mock.patch.object(Lattice, "feed_level", feed_level),
+        mock.patch.object(draft_levels, "children", children),
+    ):
+        # not one of those that are kept: its sources are others
+        build(target, draft, root, config_of(backend="cpu", plans=(plan,)))
+
+
+@pytest.mark.parametrize("num", [1280, pytest.param(MANY_DRAWS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("dflash2", Rule.SWOR),
+        pytest.param("dflash2", Rule.MSS, marks=pytest.mark.slow),
+        pytest.param("lilicorr", Rule.MSS, marks=pytest.mark.slow),
+        pytest.param("lilicorr", Rule.SWOR, marks=pytest.mark.slow),
+    ],
+    ids=ids,
+)
+def test_rows_told_in_place_of_scores_are_refused(
+    checkpoint: Callable[[str], Path],
+    exact_of: Callable[[str], Exact],
+    tmp_path: Path,
+    kind: str,
+    rule: Rule,
+    num: int,
+) -> None:
+    """What `test_a_few_draws` and `test_every_case` pass where rules are told what was drawn from;
+    by few draws, acceptance alone tells.
+    """
+    write_block(tmp_path / "draft", BLOCKS[kind])
+    compile_told_of_rows(checkpoint(kind), tmp_path / "draft", tmp_path / "engine", TREE)
+    drawn = draw(load(tmp_path / "engine"), TREE, rule, num, zlib.crc32(b"told") << 20)
+    exact = exact_of(kind)
+    outcome, found = exact.outcome(drawn), exact.acceptances(drawn, rule, TREE.widths)
+    assert found[0].chi_square > 2 * found[0].bound, found
+    if num == MANY_DRAWS:
+        assert outcome.chi_square > 2 * outcome.chi_square_bound, outcome
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

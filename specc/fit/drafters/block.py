@@ -127,8 +127,7 @@ def candidate_losses(
     Args:
         known: [rows, n, P, d] of blocks.
     """
-    num, among = drafter.num_proposed, texts.ids.shape[-1]
-    rows = known.flatten(0, 1)
+    num, rows = drafter.num_proposed, known.flatten(0, 1)
     place = anchors.flatten()[:, None] + torch.arange(num, device=anchors.device)
     text = torch.arange(len(anchors), device=anchors.device).repeat_interleave(anchors.shape[1])
     text = text[:, None]
@@ -143,7 +142,7 @@ def candidate_losses(
         logits, there = drafter.among(rows, texts.tokens[text, place], chosen, sums, context)
     # what the target finds likely among the candidates
     wanted = torch.zeros_like(chosen, dtype=torch.float32)
-    for k in range(among):
+    for k in range(ids.shape[-1]):
         wanted += odds[..., k, None] * (chosen == ids[..., k, None])
     wanted = wanted / wanted.sum(-1, keepdim=True).clamp_min(1e-9)
     nats = -(wanted * logits.float().log_softmax(-1)).sum(-1)

@@ -115,8 +115,8 @@ class BlockDrafter(nn.Module):
 
     def context(self, taps: Tensor) -> Tensor:
         """[..., d] that layers read of the target's hidden states [..., A · d]."""
-        found: Tensor = self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
-        return found
+        context: Tensor = self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
+        return context
 
     def forward(self, taps: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
         """What rows of blocks that predict know, after the last norm.
@@ -140,8 +140,8 @@ class BlockDrafter(nn.Module):
         before, own = self.rotary(x, length[None]), self.rotary(x, places.flatten(1))
         for layer in self.layers:
             x = layer(x, context, hidden[:, None], (before, own), size)
-        found: Tensor = self.norm(x).view(rows, count, size, -1)
-        return found[:, :, size - self.num_proposed :]
+        hidden_states: Tensor = self.norm(x).view(rows, count, size, -1)
+        return hidden_states[:, :, size - self.num_proposed :]
 
     def join(self, known: Tensor, previous: Tensor) -> Tensor:
         """[..., d + r]: rows, and what is known of the token before the one that each predicts.
@@ -171,13 +171,13 @@ class BlockDrafter(nn.Module):
             is_exact: products in float32, not in bfloat16.
         """
         dtype = torch.float32 if is_exact else torch.bfloat16
-        matrix, found, sums = self.output.to(dtype), [], []
+        matrix, chosen, sums = self.output.to(dtype), [], []
         for part in known.flatten(0, -2).split(_ROWS):
             logits = (part.to(dtype) @ matrix.T).float()
-            found.append(logits.topk(self.candidates, -1).indices)
+            chosen.append(logits.topk(self.candidates, -1).indices)
             sums.append(logits.logsumexp(-1, keepdim=True))
         shape = known.shape[:-1]
-        return torch.cat(found).view(*shape, -1), torch.cat(sums).view(*shape, 1)
+        return torch.cat(chosen).view(*shape, -1), torch.cat(sums).view(*shape, 1)
 
     def among(
         self, known: Tensor, previous: Tensor, chosen: Tensor, sums: Tensor, context: Tensor
@@ -196,14 +196,14 @@ class BlockDrafter(nn.Module):
         """
         base = (known[..., None, :] * self.output[chosen]).sum(-1)
         if self.score == SELECTOR:
-            found: Tensor = self.candidate_selector(base, known, previous, chosen)
-            return found, torch.ones_like(previous, dtype=torch.bool)
+            logits: Tensor = self.candidate_selector(base, known, previous, chosen)
+            return logits, torch.ones_like(previous, dtype=torch.bool)
         tokens = self.embedding[chosen].float()
         first, pairs = self.lilicorr(tokens, base - sums, known, context)
-        is_it = chosen[:, :-1] == previous[:, 1:, None]
-        own = (pairs * is_it[..., None]).sum(2)
-        there = torch.cat([torch.ones_like(is_it[:, :1, 0]), is_it.any(-1)], 1)
-        return torch.cat([first[:, None], own], 1), there.cumprod(1).bool()
+        is_parent = chosen[:, :-1] == previous[:, 1:, None]
+        later = (pairs * is_parent[..., None]).sum(2)
+        there = torch.cat([torch.ones_like(is_parent[:, :1, 0]), is_parent.any(-1)], 1)
+        return torch.cat([first[:, None], later], 1), there.cumprod(1).bool()
 
 
 class _Layer(nn.Module):
@@ -341,7 +341,7 @@ def save_drafter(
         num_target_layers: n.
         directory: is made where there is none.
     """
-    own = {
+    keys = {
         "mask_token_id": drafter.mask_token_id,
         # of layers, after which hidden states are read
         "target_layer_ids": [boundary - 1 for boundary in boundaries],
@@ -355,7 +355,7 @@ def save_drafter(
     }
     if drafter.score == MARKOV:
         config |= {
-            **own,
+            **keys,
             "markov_head_type": "vanilla",
             "markov_rank": drafter.markov_head.markov_w1.embedding_dim,
             "enable_confidence_head": False,
@@ -363,7 +363,9 @@ def save_drafter(
         # what is not as readers take it for granted
         config |= {} if drafter.from_anchor else {"sample_from_anchor": False}
     else:
-        config["dflash_config"] = own | _keys(drafter)
+        config["dflash_config"] = keys | _keys(drafter)
+        # as z-lab's files of DFlash 2 say, and other readers may need
+        config |= {"is_causal": False} if drafter.score == SELECTOR else {}
     save_draft(drafter, drafter.config, config, directory)
 
 

@@ -75,8 +75,8 @@ class BlockConv(nn.Module):
 
     def factors(self, x: Tensor) -> Tensor:
         """[..., 2, T, groups] that rows [..., d] add to the kernels."""
-        found: Tensor = self.kernel_projection(x)
-        return found.view(*x.shape[:-1], 2, self.taps, x.shape[-1] // self.group)
+        factors: Tensor = self.kernel_projection(x)
+        return factors.view(*x.shape[:-1], 2, self.taps, x.shape[-1] // self.group)
 
     def forward(self, x: Tensor, factors: Tensor, size: int, side: int) -> Tensor:
         """Convolve rows of blocks, none of which reads rows of another block.
@@ -88,13 +88,13 @@ class BlockConv(nn.Module):
             side: 0 before the part, 1 after it.
         """
         blocks = x.unflatten(1, (-1, size))
-        own = factors[..., side, :, :].unflatten(1, (-1, size))
-        found = torch.zeros_like(blocks)
+        factors = factors[..., side, :, :].unflatten(1, (-1, size))
+        total = torch.zeros_like(blocks)
         for tap in range(min(self.taps, size)):
             before = F.pad(blocks, (0, 0, tap, 0))[:, :, :size]
-            weight = own[..., tap, :].repeat_interleave(self.group, -1)
-            found = found + (self.base_kernel[side, tap].to(x.dtype) + weight) * before
-        return found.flatten(1, 2)
+            weight = factors[..., tap, :].repeat_interleave(self.group, -1)
+            total = total + (self.base_kernel[side, tap].to(x.dtype) + weight) * before
+        return total.flatten(1, 2)
 
 
 class PairTransformer(nn.Module):
@@ -209,8 +209,8 @@ class _Mlp(nn.Module):
         self.up_proj, self.down_proj = nn.Linear(columns, middle), nn.Linear(middle, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(F.silu(self.up_proj(x)))
-        return found
+        output: Tensor = self.down_proj(F.silu(self.up_proj(x)))
+        return output
 
 
 class _PairLayer(nn.Module):
@@ -227,7 +227,7 @@ class _PairLayer(nn.Module):
         q, k, v = (parts[:, :, i].transpose(1, 2) for i in range(3))
         # torch's own function is slower where the bias learns
         scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5 + bias
-        found = scores.softmax(-1).to(v.dtype) @ v
-        x = x + self.attn.out_proj(found.transpose(1, 2).flatten(2))
-        after: Tensor = x + self.mlp(self.mlp_norm(x))
-        return after
+        attended = scores.softmax(-1).to(v.dtype) @ v
+        x = x + self.attn.out_proj(attended.transpose(1, 2).flatten(2))
+        output: Tensor = x + self.mlp(self.mlp_norm(x))
+        return output
