@@ -11,11 +11,11 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import Tokenizer
+import torch
 from torch import Tensor
 
 from specc.bench.engine import measurement_of
@@ -73,13 +73,15 @@ def make_edits(engine: Engine, text: str, other: str, shares: Sequence[float]) -
             fits.
     """
     maker = RequestMaker(engine, None)
-    if engine.tokenizer is None:
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
         raise RequestError(
             "--edits, and an engine without a tokenizer", "an engine that reads text",
             "compile it with --tokenizer",
         )  # fmt: skip
     predicted_ids(engine, "")
-    lines = _fitting(text, engine.tokenizer, min(engine.max_seq_len, engine.position_limit))
+    room = min(engine.max_seq_len, engine.position_limit)
+    lines = _fitting(text, lambda x: len(tokenizer.encode(x, add_special_tokens=False)), room)
     original = "".join(lines)
     prompt = maker.tokenize(original + _ASK)
     greedy = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -126,11 +128,11 @@ def _renamed(line: str, dice: random.Random, count: int) -> str:
     return line
 
 
-def _fitting(text: str, tokenizer: Tokenizer, room: int) -> list[str]:
+def _fitting(text: str, count: Callable[[str], int], room: int) -> list[str]:
     """Its first lines, such that the prompt and outputs of this length and a bit more fit."""
     lines = text.splitlines(keepends=True)
     while lines:
-        length = len(tokenizer.encode("".join(lines), add_special_tokens=False))
+        length = count("".join(lines))
         if 2 * length + length // 8 + 64 <= room:
             return lines
         keep = int(len(lines) * (room - 64) / 2.125 / length)
@@ -255,6 +257,23 @@ class ForcedLogits:
             scores = scores.clone()
             scores[:, self._output[place]] = _CERTAIN
         return scores
+
+
+def load_checkpoint(source: str, dtype: torch.dtype) -> Any:
+    """A checkpoint in transformers.
+
+    Raises:
+        OSError, ValueError: it has none there that it reads.
+    """
+    import transformers
+
+    from specc.bench.baseline import quieten
+
+    quieten()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, local_files_only=True
+    )
+    return model.eval()
 
 
 def transformers_contenders(model: Any, edit: Edit, depth: int) -> list[Any]:

@@ -160,22 +160,17 @@ def _ratio(other: list[Measurement], measured: list[Measurement]) -> float:
 def _load_model(engine: Engine, options: BenchOptions) -> Any:
     """The checkpoint in transformers, in the engine's type."""
     import torch
-    import transformers
 
-    from specc.bench.baseline import quieten
+    from specc.bench.edits import load_checkpoint
 
     manifest = engine.manifest
     assert manifest is not None, "an engine that was loaded has a manifest"
     source = options.target_checkpoint or manifest.models[0].source
-    quieten()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, manifest.dtype), local_files_only=True
-        )
+        return load_checkpoint(source, getattr(torch, manifest.dtype))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--against {TRANSFORMERS}, which cannot load {source}",
             "the checkpoint that was compiled",
             "pass --target-checkpoint",
         ) from error
-    return model.eval()

@@ -95,6 +95,8 @@ class EagleHead(nn.Module):
         num_taps: A, hidden states of the target that it reads.
         kept: [Vd] int64, the target's ids that it proposes, ascending.
         embedding: [V, H] of the target, where that is the head's, too, and stays as it is.
+        writes_embedding: it goes into the files all the same: readers would multiply the rows of
+            such a target with a number, as it does.
     """
 
     kept: Tensor
@@ -107,6 +109,7 @@ class EagleHead(nn.Module):
         num_taps: int,
         kept: Tensor,
         embedding: Tensor | None = None,
+        writes_embedding: bool = False,
     ) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
@@ -114,6 +117,7 @@ class EagleHead(nn.Module):
         if embedding is None:
             self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.register_buffer("embedding", embedding, persistent=False)
+        self.writes_embedding = writes_embedding
         self.fc = TapProjection(num_taps * target_width, width)
         self.midlayer = _Layer(config)
         self.norm = LlamaRMSNorm(width, eps)
@@ -244,7 +248,8 @@ def build_head(
     config = LlamaConfig(**shape.fields(sizes, trained_length))
     is_narrow = shape.width != sizes.width
     embedding = None if is_narrow else sizes.embedding
-    head = EagleHead(config, sizes.width, num_taps, kept, embedding)
+    writes = embedding is not None and sizes.is_scaled
+    head = EagleHead(config, sizes.width, num_taps, kept, embedding, writes)
     rows, output = sizes.embedding, sizes.output
     with torch.no_grad():
         if is_narrow:
@@ -282,8 +287,11 @@ def save_head(head: EagleHead, boundaries: Sequence[int], directory: Path) -> No
     if head.embedding is None:
         # readers take it for a head with an embedding of its own
         config["target_hidden_size"] = head.target_width
-    maps = {}
+    more = {}
+    if head.writes_embedding:
+        assert head.embedding is not None
+        more["embed_tokens.weight"] = head.embedding.cpu().bfloat16()
     if count < vocab_size:
         is_kept = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, kept, True)
-        maps = {"d2t": kept - torch.arange(count), "t2d": is_kept}
-    save_draft(head, head.config, config, directory, maps)
+        more |= {"d2t": kept - torch.arange(count), "t2d": is_kept}
+    save_draft(head, head.config, config, directory, more)

@@ -235,6 +235,23 @@ def test_what_does_not_go_is_refused(
     assert_refused(invoke("fit-draft", target, *base, "--length", 64, *options), *words)
 
 
+def test_a_head_of_a_target_that_scales_its_embedding(texts: Path, tmp_path: Path) -> None:
+    """Its files hold the rows that it was trained with, since the target's would be scaled."""
+    scaled = models.save_tiny("gemma3", tmp_path / "gemma3")
+    # Gemma's own class wants words that these letters lack
+    (scaled / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8"
+    )
+    found = fitted(scaled, texts, tmp_path / "head", "--steps", 2, "--generate", 200)
+    rows = load_file(tmp_path / "head" / "model.safetensors")["embed_tokens.weight"]
+    theirs = load_file(scaled / "model.safetensors")["model.embed_tokens.weight"]
+    assert rows.equal(theirs.bfloat16())
+    reported = found["greedy_chains"]["held out"]["acceptance_length"]
+    assert accepted(scaled, tmp_path / "head", tmp_path / "engine") == pytest.approx(
+        reported, abs=1e-3
+    )
+
+
 def test_other_targets_and_outputs_are_refused(texts: Path, tmp_path: Path) -> None:
     scaled = models.save_tiny("gemma3", tmp_path / "gemma3")
     words = ("--kind", "block", "--texts", texts, "-o", tmp_path / "x", "--steps", 1)
