@@ -25,6 +25,7 @@ from specc.runtime.drafters.suffix_index import SuffixIndex
 from specc.runtime.engine import Engine
 from specc.runtime.execution.batch_rows import sampling_rows
 from specc.runtime.execution.state_rows import states_of_one
+from specc.runtime.requests.salt import Salt
 from specc.runtime.scheduling.request import Request
 from specc.speculation.tree import pack_bits
 from specc.tune.sharpness import FACTORS, chains_with, choose_factors
@@ -180,7 +181,7 @@ class _Seen:
     token_ids: list[int]
     output_token_ids: list[int]
     suffix_index: SuffixIndex | None = None
-    salt: None = None
+    salt: Salt | None = None
 
 
 def acceptance_of(chains: Iterable[Sequence[int]], width: int, depth: int) -> list[list[float]]:
