@@ -13,6 +13,7 @@ the target stay shared.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,8 @@ class DraftWeights:
     """
 
     def __init__(self, engine: LoadedEngine) -> None:
-        self._engine = engine
+        # which holds this: a reference of its own would be a cycle, and keep the weights
+        self._engine: LoadedEngine = weakref.proxy(engine)
         entries = engine.manifest.models[1:] if engine.manifest else ()
         self.versions = {entry.name: DraftVersion(entry.name) for entry in entries}
         self.num_failures = 0

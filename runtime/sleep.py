@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
@@ -52,7 +53,8 @@ class Sleep:
     """
 
     def __init__(self, engine: SleepingEngine) -> None:
-        self._engine = engine
+        # which holds this: a reference of its own would be a cycle, and keep the weights
+        self._engine: SleepingEngine = weakref.proxy(engine)
         self.is_asleep = False
         # of drafts that were reloaded: their weights, one after the other
         self._kept: IO[bytes] | None = None

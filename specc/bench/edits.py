@@ -92,7 +92,8 @@ def make_edits(engine: Engine, text: str, other: str, shares: Sequence[float]) -
     for share in shares:
         output = [first, *predicted_ids(engine, edit_lines(lines, share))]
         edits.append(Edit(f"{share:.0%}", prompt, output, [first, *file]))
-    wrong = predicted_ids(engine, other)
+    # only as much of it as of the file is passed
+    wrong = tokenizer.encode(other, add_special_tokens=False).ids
     start = next((i for i, token in enumerate(wrong) if token != first), len(wrong))
     middle = edits[len(edits) // 2]
     return [*edits, Edit(WRONG, prompt, middle.output, wrong[start : start + len(file)])]

@@ -150,9 +150,7 @@ def test_a_few_outputs_are_those_of_transformers(
     assert check(engine, SUFFIX.name, chosen[:1], references[:1]) >= 1.0
 
 
-def test_a_fitted_head_drafts_for_it(
-    target: Any, prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_a_fitted_head_drafts_for_it(target: Any, prompts: list[list[int]], tmp_path: Path) -> None:
     """Hidden states of layers that keep states are those that the head was fitted to."""
     own = compiled(tmp_path, (CHAIN,), (HYBRID, HYBRID.parent / "eagle"))
     references = [generate(target, prompt, 40) for prompt in prompts[:4]]

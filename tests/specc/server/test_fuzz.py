@@ -134,6 +134,9 @@ def test_the_description_names_every_path(operations) -> None:
         ("post", "/v1/responses/{response_id}/cancel"),
         ("get", "/v1/responses/{response_id}/input_items"),
         *(("post", path) for path in ("/tokenize", "/detokenize")),
+        ("post", "/v1/drafts/reload"),
+        *(("post", path) for path in ("/sleep", "/wake_up")),
+        ("get", "/is_sleeping"),
     }
 
 

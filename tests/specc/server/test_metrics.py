@@ -131,6 +131,8 @@ def test_vllms_names_have_the_same_figures(server) -> None:
     missing = {name for name, _ in own} - {name for name, _ in others}
     assert missing == {
         "goodput_tokens_per_second", "plan", "engine_healthy", "engine_failures_total",
+        "prediction_draft_tokens_total", "prediction_accepted_tokens_total",
+        "draft_reload_failures_total",
     }  # fmt: skip
     shape = server.engine.cache.shape
     info = f'block_size="{shape.rows_per_block}",model_name="tiny",num_gpu_blocks="'
