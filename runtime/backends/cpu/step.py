@@ -188,7 +188,8 @@ class CpuStep:
             self._native.set(self._encoder.input_slots[name], value)
         self._bound: Mapping[str, Tensor] | None = None
         self._rows: dict[str, Tensor] = {}
-        self._values = _RunnerValues(self._native, self._encoder.slots_before(accept))
+        seen = {**self._encoder.input_slots, **self._encoder.slots_before(accept)}
+        self._values = _RunnerValues(self._native, seen)
         # as the runner counts them: the draft's has a part for each pass, and one for what follows
         self._num_passes = len(self._encoder.passes)
         self._verify = self._num_passes + self._stages.index("verify")
@@ -370,7 +371,7 @@ class CpuStep:
 
 
 class _RunnerValues:
-    """What the stages before a hook computed, where the runner keeps it.
+    """Inputs, and what the stages before a hook computed, where the runner keeps them.
 
     A hook pays for the values that it looks at. These are copies, which somebody may keep; where
     the hook has changed one, the runner gets it when the hook has ended.

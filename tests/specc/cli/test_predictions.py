@@ -27,7 +27,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("models") / "target"
     save_tiny_llama(target, seed=1, max_position_embeddings=512)
     plans = (OFF, SpecPlan.from_widths((1,) * 4, ("suffix",)))
-    config = CompileConfig(plans=plans, max_seq_len=512, max_batch_size=2)
+    config = CompileConfig(plans=plans, max_seq_len=512, max_batch_size=2, backend="cpu")
     path = tmp_path_factory.mktemp("engines") / "suffix"
     return engines.build(target, (), path, config)
 
