@@ -1,6 +1,6 @@
 """Serve an engine, and change its draft's weights, or let it sleep, while clients ask.
 
-    python tests/measure/reload_under_load.py --engine E --weights DIR --json FILE \
+    PYTHONPATH=. python tests/measure/reload_under_load.py --engine E --weights DIR --json FILE \
         [--requests 2000] [--every 1] [--sleeps] [--prompts prompts.jsonl]
 
 Every output is compared with what the engine says to the request alone, decoding plainly.
