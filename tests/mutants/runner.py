@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.library_build import LibraryBuild, cmake
 from tests.mutants.mutant import Mutant, MutantError, file_of
 from tests.mutants.results import Results
@@ -149,9 +151,15 @@ def run_mutants(mutants: list[Mutant], results: Results, options: Options) -> in
             if not (tests := unseen.pop(file, [])):
                 return
             answer = worker.run(tests, options.limit_s * len(tests), stop=False)
-            good = [test for test in tests if sound(answer, test)]
+            answers = dict.fromkeys(tests, (answer, answer["seconds"] / len(tests)))
+            if answer["status"] == pytest.ExitCode.USAGE_ERROR:
+                # one that is not there keeps all others from running
+                for test in tests:
+                    answer = worker.run([test], options.limit_s, stop=False)
+                    answers[test] = answer, answer["seconds"]
+            good = [test for test, (answer, _) in answers.items() if sound(answer, test)]
             with lock:
-                results.sound |= {test: answer["seconds"] / len(tests) for test in good}
+                results.sound |= {test: answers[test][1] for test in good}
                 results.write()
                 for test in sorted(set(tests) - set(good)):
                     options.say(f"fails or does not run without a mutant: {test}")

@@ -85,6 +85,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
     "no-import": ('NAME = "toy"', 'raise ValueError("toy")', "test_double", ""),
     "where": ('NAME = "toy"', 'NAME = "boy"', "test_where", ""),
     "unsound": ("2 * x", "3 * x", "test_wrong", ""),
+    "no-case": ("2 * x", "3 * x", "test_tiers[7]", ""),
     "slow": ("2 * x", "3 * x", "test_slow", ""),
     "slow-case": ("2 * x", "3 * x", "test_tiers[1]", ""),
     "slow-and-not": ("2 * x", "3 * x", "test_tiers", ""),
@@ -102,6 +103,7 @@ OUTCOMES = {
     "no-import": "broken elsewhere",
     "where": "caught",
     "unsound": "test fails without it",
+    "no-case": "test fails without it",
     "slow": "caught",
     "slow-case": "caught",
     # the slow one of its cases is not named
