@@ -20,7 +20,8 @@ class FitOptions:
     kind: str = option(
         ...,
         "What to fit: eagle3, a head that drafts token by token, or a drafter that proposes a block"
-        " of tokens in one pass: block (DSpark), dflash, dflash2, lilicorr.",
+        " of tokens in one pass: block (DSpark), dflash, jetspec,"
+        " dflash2, lilicorr.",
         shows_default=False,
     )
     output: Path = option(

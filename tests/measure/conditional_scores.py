@@ -1,10 +1,10 @@
 """What conditional scores are worth: block drafters of the demo target, trained alike.
 
-One block drafter with the score of DFlash (none: marginals), DSpark, DFlash 2 and LiLiCorr: the
-same texts in the same order, as many steps, one seed, the same layers, and a mask for each token
-that is proposed. Then tokens a step of their engines along held-out prompts: chains, best-first
-trees (greedy, coupled), and trees whose levels are shared out (mss, swor). Counts: nothing is timed
-but the training.
+One block drafter with the score of DFlash (none: marginals; with a causal block JetSpec), DSpark,
+DFlash 2 and LiLiCorr: the same texts in the same order, as many steps, one seed, the same layers,
+and a mask for each token that is proposed. Then tokens a step of their engines along held-out
+prompts: chains, best-first trees (greedy, coupled), and trees whose levels are shared out (mss,
+swor). Counts: nothing is timed but the training.
 
     python tests/measure/conditional_scores.py --output out/scores --json out/scores.json
     python tests/measure/conditional_scores.py --output out/scores --kind lilicorr
@@ -57,6 +57,7 @@ TARGET, PAIR = EXAMPLES / "pair" / "target", EXAMPLES / "pair"
 PROMPTS = (PAIR / "prompts.jsonl", PAIR / "prompts_unused.jsonl")
 SCORES = {
     "dflash": (MARGINAL, "DFlash (marginals)", "#8a8f98"),
+    "jetspec": (MARGINAL, "JetSpec (marginals, causal)", "#b5532a"),
     "dspark": (MARKOV, "DSpark", "#1f6feb"),
     "dflash2": (SELECTOR, "DFlash 2", "#c9a227"),
     "lilicorr": (LILICORR, "LiLiCorr", "#4c9f70"),
@@ -127,7 +128,7 @@ def train_kind(
 ) -> None:
     """Train a drafter, and write its files and what came of it."""
     sizes, boundaries = target.sizes, target.sizes.default_taps()
-    fitter = BlockFitter(DEPTH, SCORES[kind][0], from_anchor=False)
+    fitter = BlockFitter(DEPTH, SCORES[kind][0], from_anchor=False, is_causal=kind == "jetspec")
     longest = max(part.length for name in store.kinds() for part in store.parts(name))
     layer, mask = LayerShape.of_width(sizes.width), sizes.eos_token_id or 0
     kept = torch.arange(sizes.vocab_size)

@@ -1,4 +1,4 @@
-"""Block drafters (DFlash, DSpark, DFlash 2, LiLiCorr): what they learn, and how far chains come.
+"""Block drafters (DFlash, JetSpec, DSpark, DFlash 2, LiLiCorr): what they learn, how far they come.
 
 The drafter (`block_drafter.py`) proposes a block of tokens in one pass, from hidden states of the
 target. Blocks begin at random tokens of texts, and each row follows the target's distribution at
@@ -194,13 +194,20 @@ class BlockFitter:
         score: of `SCORES`.
         from_anchor: the anchor's row proposes the first of them; published drafters with another
             score than DSpark's have a mask for each.
+        is_causal: a row sees the block up to itself: JetSpec, of DFlash's score.
     """
 
     has_draft_vocab = False
     batch_tokens = 4096
 
-    def __init__(self, depth: int, score: str = MARKOV, from_anchor: bool | None = None) -> None:
-        self.depth, self._score = depth, score
+    def __init__(
+        self,
+        depth: int,
+        score: str = MARKOV,
+        from_anchor: bool | None = None,
+        is_causal: bool = False,
+    ) -> None:
+        self.depth, self._score, self._is_causal = depth, score, is_causal
         self._from_anchor = score == MARKOV if from_anchor is None else from_anchor
         self._goal = Goal()
 
@@ -226,6 +233,7 @@ class BlockFitter:
             score=self._score,
             from_anchor=self._from_anchor,
             candidates=min(_CANDIDATES, sizes.vocab_size),
+            is_causal=self._is_causal,
         )
 
     def begin(self, draft: BlockDrafter, store: TextStore) -> None:

@@ -67,6 +67,7 @@ class BlockDrafter(nn.Module):
         score: of `SCORES`.
         from_anchor: the anchor's row predicts the token after it.
         candidates: K, of scores of the best tokens of a row.
+        is_causal: a row sees the block up to itself (JetSpec); else all of it.
     """
 
     embedding: Tensor
@@ -84,10 +85,11 @@ class BlockDrafter(nn.Module):
         score: str = MARKOV,
         from_anchor: bool = True,
         candidates: int = 0,
+        is_causal: bool = False,
     ) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.config, self.num_taps = config, num_taps
+        self.config, self.num_taps, self.is_causal = config, num_taps, is_causal
         self.score, self.from_anchor = score, from_anchor
         self.candidates = candidates if score in (SELECTOR, LILICORR) else 0
         self.block_size, self.mask_token_id = block_size, mask_token_id
@@ -96,7 +98,7 @@ class BlockDrafter(nn.Module):
         self.fc = nn.Linear(num_taps * width, width, bias=False)
         self.hidden_norm = Qwen3RMSNorm(width, eps)
         self.layers = nn.ModuleList(
-            _Layer(config, score == SELECTOR) for _ in range(config.num_hidden_layers)
+            _Layer(config, score == SELECTOR, is_causal) for _ in range(config.num_hidden_layers)
         )
         self.norm = Qwen3RMSNorm(width, eps)
         if score == MARKOV:
@@ -207,11 +209,11 @@ class BlockDrafter(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: Any, has_conv: bool) -> None:
+    def __init__(self, config: Any, has_conv: bool, is_causal: bool) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = Qwen3RMSNorm(width, eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = _Attention(config, is_causal)
         self.post_attention_layernorm = Qwen3RMSNorm(width, eps)
         self.mlp = Qwen3MLP(config)
         self.has_conv = has_conv
@@ -242,8 +244,9 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, is_causal: bool) -> None:
         super().__init__()
+        self.is_causal = is_causal
         width, size, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.size, self.group = size, heads // kv_heads
@@ -279,8 +282,13 @@ class _Attention(nn.Module):
         far = (q @ before[0].transpose(-1, -2)).float().masked_fill(hidden, float("-inf"))
         blocks = (*q.shape[:2], -1, size, self.size)
         keys, values = (part.reshape(blocks) for part in own)
-        near = (q.reshape(blocks) @ keys.transpose(-1, -2)).float().flatten(2, 3)
-        shares = (torch.cat([far, near], -1) * self.size**-0.5).softmax(-1).to(q.dtype)
+        near = (q.reshape(blocks) @ keys.transpose(-1, -2)).float()
+        if self.is_causal:
+            later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+            near = near.masked_fill(later, float("-inf"))
+        shares = (
+            (torch.cat([far, near.flatten(2, 3)], -1) * self.size**-0.5).softmax(-1).to(q.dtype)
+        )
         attended = shares[..., :length] @ before[1]
         inside = shares[..., length:].reshape(*blocks[:4], size) @ values
         attended = attended + inside.flatten(2, 3)
@@ -366,6 +374,7 @@ def save_drafter(
         config["dflash_config"] = keys | _keys(drafter)
         # as z-lab's files of DFlash 2 say, and other readers may need
         config |= {"is_causal": False} if drafter.score == SELECTOR else {}
+        config["dflash_config"] |= {"causal_head": True} if drafter.is_causal else {}
     save_draft(drafter, drafter.config, config, directory)
 
 

@@ -8,10 +8,11 @@ from specc.errors import ConfigError
 from specc.fit.drafters.fitter import Fitter
 
 # name → module, class, and what it is told beside the depth
-_KINDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+_KINDS: dict[str, tuple[str, str, tuple[str | bool, ...]]] = {
     "eagle3": ("eagle3", "EagleFitter", ()),
     "block": ("block", "BlockFitter", ("markov",)),
     "dflash": ("block", "BlockFitter", ("marginal",)),
+    "jetspec": ("block", "BlockFitter", ("marginal", False, True)),
     "dflash2": ("block", "BlockFitter", ("selector",)),
     "lilicorr": ("block", "BlockFitter", ("lilicorr",)),
 }

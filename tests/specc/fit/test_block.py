@@ -51,6 +51,7 @@ CASES = {
     MARKOV: CASE,
     "markov, of masks": replace(CASE, from_anchor=False),
     MARGINAL: _MASKED,
+    "marginal, causal": replace(_MASKED, is_causal=True),
     SELECTOR: replace(
         _MASKED,
         kind="dflash2",
@@ -70,9 +71,12 @@ def target() -> Target:
     return tiny_target()
 
 
-def built(target: Target, score: str = MARKOV, from_anchor: bool = True) -> BlockDrafter:
+def built(
+    target: Target, score: str = MARKOV, from_anchor: bool = True, is_causal: bool = False
+) -> BlockDrafter:
     """A drafter of which no part goes unnoticed."""
-    others = {"score": score, "from_anchor": from_anchor, "candidates": CANDIDATES}
+    others: dict[str, Any] = {"score": score, "from_anchor": from_anchor}
+    others |= {"candidates": CANDIDATES, "is_causal": is_causal}
     torch.manual_seed(3)
     shape = LayerShape(WIDTH, 40, HEADS, KV_HEADS, HEAD_DIM)
     drafter = build_drafter(target.sizes, len(BOUNDARIES), 2, shape, 64, SIZE, MASK, RANK, **others)
@@ -92,7 +96,7 @@ def test_rows_of_a_checkpoint_are_what_a_step_computes(
     target: Target, tmp_path: Path, name: str
 ) -> None:
     case = CASES[name]
-    drafter = built(target, name.partition(",")[0], case.from_anchor)
+    drafter = built(target, name.partition(",")[0], case.from_anchor, case.is_causal)
     tokens = torch.randint(VOCAB, (2, 11))
     texts = read(target, tokens, 4, is_exact=True)
     anchors = torch.tensor([[1, 5, 7], [2, 3, 6]])
@@ -102,7 +106,7 @@ def test_rows_of_a_checkpoint_are_what_a_step_computes(
     assert (spec.kind, spec.layout, spec.boundaries) == (case.kind, layout, BOUNDARIES)
     assert (spec.shared, spec.warnings) == ((EMBEDDING, HEAD), ())
     assert (spec.block.size, spec.block.from_anchor) == (SIZE, case.from_anchor)
-    assert (spec.rank, spec.block.is_causal) == (case.rank, False)
+    assert (spec.rank, spec.block.is_causal) == (case.rank, case.is_causal)
     tensors = {key: x.float() for key, x in load_file(tmp_path / "model.safetensors").items()}
     ends = [target.sizes.embedding] * 2
     reference = BlockReference(case, tensors, *ends)

@@ -125,7 +125,7 @@ def test_a_fitted_head_drafts_better_than_a_fresh_one_and_as_reported(
 @pytest.mark.parametrize(
     ("kind", "architecture"),
     [
-        ("dflash", "DFlashDraftModel"),
+        ("jetspec", "DFlashDraftModel"),
         ("dflash2", "DFlash2DraftModel"),
         ("lilicorr", "LiLiCorrDraftModel"),
     ],
