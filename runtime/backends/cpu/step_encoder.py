@@ -117,8 +117,7 @@ class StepEncoder:
                     given = [
                         encoder.slot(arg) if isinstance(arg, fx.Node) else None for arg in node.args
                     ]
-                    # what a pass was fed can be read after it
-                    encoder.keep(slot for slot in given if slot is not None)
+                    # what a pass was fed is read right after it, before anything takes its place
                     self.passes.append(DraftPass(given, encoder.slot(node)))
                     encoder.stage()
             else:

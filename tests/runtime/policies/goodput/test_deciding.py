@@ -68,7 +68,8 @@ def test_what_decides_slowly_decides_rarely(monkeypatch) -> None:
     """Iterations take 7 ms. Decisions hold longer one after the other, looks at once."""
     decisions, looks, watched = counted(monkeypatch, 1.0)
     assert 8 <= decisions <= 16
-    assert 4 <= looks <= 7
+    # 6 if the load were looked at again as soon as it may have changed
+    assert 4 <= looks <= 5
     assert 2 <= watched <= 4
 
 
