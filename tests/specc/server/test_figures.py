@@ -84,7 +84,7 @@ def test_plans_by_load(counted: Server) -> None:
     found, total = samples(counted), counted.get("/stats").json()["total"]
     stats = counted.service.core.scheduler.stats
     by_load = {row["requests"]: row["steps"] for row in total["plans_by_load"]}
-    assert list(by_load)[0] == "1"
+    assert next(iter(by_load)) == "1"
     assert by_load["3-4"]["chain-4"] > 0
     for load, steps in by_load.items():
         for plan, count in steps.items():
