@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from specc.speculation.metrics import SpecStats
@@ -19,7 +18,7 @@ class PlanCounts:
     """
 
     by_plan: dict[str, SpecStats] = field(default_factory=dict)
-    by_load: Counter[tuple[str, int]] = field(default_factory=Counter)
+    by_load: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def begin(self, plan: str, num_steps: int, num_together: int) -> SpecStats:
         """Count where steps were run; what they did is for the result's `record_step`.
@@ -29,9 +28,10 @@ class PlanCounts:
             num_steps: requests that ran it, and whose rows count.
             num_together: requests that had a step in the same iteration, 1 or more.
         """
-        self.by_load[plan, 1 << (num_together - 1).bit_length()] += num_steps
+        key = plan, 1 << (num_together - 1).bit_length()
+        self.by_load[key] = self.by_load.get(key, 0) + num_steps
         return self.by_plan.setdefault(plan, SpecStats())
 
     def copy(self) -> PlanCounts:
         stats = {name: stats.copy() for name, stats in self.by_plan.items()}
-        return PlanCounts(stats, Counter(self.by_load))
+        return PlanCounts(stats, dict(self.by_load))

@@ -15,7 +15,7 @@ from specc.sampling.params import SamplingParams
 def test_loads_are_powers_of_two(together: int, load: int) -> None:
     counts = PlanCounts()
     counts.begin("chain-4", 1, together)
-    assert dict(counts.by_load) == {("chain-4", load): 1}
+    assert counts.by_load == {("chain-4", load): 1}
 
 
 def test_a_copy_does_not_change() -> None:
@@ -38,7 +38,7 @@ def test_plans_add_up_to_the_engine(make_engine, prompts) -> None:
     stats, counts = llm._core.scheduler.stats, llm._core.scheduler.plan_counts
     assert set(alone.by_load) <= {("chain-4", 1), ("off", 1)}
     assert counts.by_load["chain-4", 4] > 0, "never did three have a step together"
-    assert counts.by_load.total() == stats.num_steps
+    assert sum(counts.by_load.values()) == stats.num_steps
     for name in ("num_steps", "num_spec_steps", "num_draft_tokens", "num_accepted_tokens"):
         assert sum(getattr(x, name) for x in counts.by_plan.values()) == getattr(stats, name)
     assert counts.by_plan["chain-4"].accepted_at_depth == stats.accepted_at_depth
