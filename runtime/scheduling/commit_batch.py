@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from specc.runtime.drafters.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy
 from specc.runtime.scheduling.batch import Batch, RunResult
+from specc.runtime.scheduling.plan_counts import PlanCounts
 from specc.runtime.scheduling.request import Request
 from specc.speculation.metrics import SpecStats
 
@@ -56,6 +57,7 @@ def commit_steps(
     batch: Batch,
     result: RunResult,
     stats: SpecStats,
+    plan_counts: PlanCounts,
     left: Collection[Request],
     host_drafts: HostDrafts,
     policy: Policy,
@@ -69,11 +71,13 @@ def commit_steps(
     """
     no_logprobs: list[None] = [None] * len(result.steps)
     logprobs = result.logprobs or no_logprobs
+    num_together = sum(len(group.requests) for group in batch.groups)
     for group, step, scores in zip(batch.groups, result.steps, logprobs, strict=True):
         rows = [(i, s) for i, s in enumerate(group.requests) if s not in left]
         if not rows:
             continue
         stats.record_step_pass(step.stage_s)
+        of_plan = plan_counts.begin(group.plan.name, len(rows), num_together)
         if len(rows) == len(group.requests):
             host_drafts.observe(group.plan, group.requests, group.extra, step)
         for i, request in rows:
@@ -85,7 +89,7 @@ def commit_steps(
             for draft, lengths in step.draft_lens.items():
                 request.draft_lens[draft] = lengths[i]
             levels = group.levels(i)
-            for counters in (request.stats, stats):
+            for counters in (request.stats, stats, of_plan):
                 counters.record_step(levels, num_accepted, num_emitted)
                 if group.predicts and request.prediction and request.prediction.proposed:
                     proposed = request.prediction.proposed

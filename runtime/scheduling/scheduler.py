@@ -13,6 +13,7 @@ from specc.runtime.scheduling.beside import ALONE, Beside
 from specc.runtime.scheduling.commit_batch import commit_prefill, commit_steps, commit_votes
 from specc.runtime.scheduling.kv_cache import KVCache
 from specc.runtime.scheduling.look_ahead import LookAhead
+from specc.runtime.scheduling.plan_counts import PlanCounts
 from specc.runtime.scheduling.prompt_spans import PromptSpans
 from specc.runtime.scheduling.request import Request
 from specc.runtime.scheduling.request_blocks import RequestBlocks
@@ -75,6 +76,7 @@ class Scheduler:
         # requests of the last iteration by plan; prompt tokens that were looked for in the cache
         self.last_plans: dict[str, int] = {}
         self.num_looked_up = 0
+        self.plan_counts = PlanCounts()
         has_heads = any(x.facts.pairs for x in models_of(plans.values()).values())
         self._blocks = RequestBlocks(cache, shares_prefixes, has_heads)
         self._max_num_seqs = cache.shape.max_num_seqs
@@ -336,7 +338,9 @@ class Scheduler:
         left = self._blocks.left
         if batch.prefill:
             commit_prefill(batch, result, self.stats, left)
-        commit_steps(batch, result, self.stats, left, self.host_drafts, self.policy)
+        commit_steps(
+            batch, result, self.stats, self.plan_counts, left, self.host_drafts, self.policy
+        )
         commit_votes(result, left)
         for request in self.running:
             self._blocks.publish(request)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from specc.runtime.scheduling.plan_counts import PlanCounts
 from specc.speculation.metrics import SpecStats
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class ServiceState:
         up_s: seconds since the service began.
         num_failures: iterations of the engine that failed.
         measured: share of the engine's passes that is measured, while they are measured; else None.
+        plan_counts: of all steps so far.
     """
 
     num_running: int
@@ -59,6 +61,7 @@ class ServiceState:
     up_s: float
     num_failures: int = 0
     measured: float | None = None
+    plan_counts: PlanCounts = field(default_factory=PlanCounts)
 
     @property
     def cache_usage(self) -> float:
@@ -86,4 +89,5 @@ def state_of(
         up_s=up_s,
         num_failures=num_failures,
         measured=measured,
+        plan_counts=scheduler.plan_counts.copy(),
     )

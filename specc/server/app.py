@@ -38,7 +38,7 @@ from specc.server.errors import (
 )
 from specc.server.hosts import KnownHosts
 from specc.server.keys import has_key, wrong_key
-from specc.server.load import CountsRequests, ServerLoad
+from specc.server.load import CountsRequests
 from specc.server.memory import memory_kept_low
 from specc.server.messages.endpoints import MessageEndpoints, no_batches
 from specc.server.metrics import ServeMetrics
@@ -103,8 +103,7 @@ def create_app(
     app.state.metrics = metrics
     app.state.endpoints = endpoints
     app.state.bodies = BodyBudget(config)
-    load = ServerLoad()
-    _add_status_routes(app, service, metrics, load)
+    _add_status_routes(app, service, metrics)
     _add_model_routes(app, config, service.engine.max_seq_len, service.engine.adapters)
 
     @app.post("/v1/completions", **request_body(CompletionRequest))
@@ -135,7 +134,7 @@ def create_app(
     if config.allowed_hosts is not None:
         app.add_middleware(KnownHosts, names=config.allowed_hosts)
     # these two around all others: keys and names depend on the path
-    app.add_middleware(CountsRequests, load=load)
+    app.add_middleware(CountsRequests, load=metrics.load, paths=_endpoints_of(app))
     app.add_middleware(PlainRequests, has_ids=config.enable_request_id_headers)
     describe(app, config.strict_fields)
     # around what Starlette answers where nobody expected an error, too
@@ -155,6 +154,12 @@ async def _guarded(work: Coroutine[Any, Any, Response]) -> Response:
         return error_response(internal_error())
 
 
+def _endpoints_of(app: FastAPI) -> frozenset[str]:
+    """Paths without an id to which something is posted."""
+    posts = (route for route in app.routes if "POST" in (getattr(route, "methods", None) or ()))
+    return frozenset(path for route in posts if "{" not in (path := getattr(route, "path", "{")))
+
+
 def _add_token_routes(app: FastAPI, tokenizing: Tokenizing) -> None:
     @app.post("/tokenize", **request_body(TokenizeRequest, is_streamed=False))
     async def tokenize(request: Request) -> Response:
@@ -172,9 +177,7 @@ def _add_token_routes(app: FastAPI, tokenizing: Tokenizing) -> None:
         return await _guarded(tokenizing.info())
 
 
-def _add_status_routes(
-    app: FastAPI, service: Service, metrics: ServeMetrics, load: ServerLoad
-) -> None:
+def _add_status_routes(app: FastAPI, service: Service, metrics: ServeMetrics) -> None:
     @app.get("/health", **of_health())
     async def health() -> Response:
         """Whether requests can be served."""
@@ -199,7 +202,7 @@ def _add_status_routes(
     @app.get("/load")
     async def server_load() -> Response:
         """Requests that are being served, as vLLM counts them."""
-        return JSON({"server_load": load.num_open})
+        return JSON({"server_load": metrics.load.num_generating})
 
     @app.get("/metrics", **of_text())
     async def prometheus() -> Response:

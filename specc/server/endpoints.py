@@ -194,7 +194,7 @@ class Endpoints:
         token_ids = requests.tokenize(text, not wanted.add_special_tokens, cut=cut)
         # how the prompt ends says what outputs begin with
         text = text if cut is None else self.prompts.text(token_ids)
-        reader = MessageReader(self._config, wanted, text, use)
+        reader = MessageReader(self._config, wanted, text, use, self._metrics.tools)
         wanted._predicted = read_prediction(wanted.prediction, self._engine)
         forget_long(wanted)
         return Chat(wanted, params, form, token_ids, reader)

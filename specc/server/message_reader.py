@@ -15,6 +15,7 @@ from specc.server.parsers.message import CallDelta, Delta, MessageParser
 from specc.server.parsers.reasoning import FORMATS
 from specc.server.parsers.whole_message import message_parser
 from specc.server.protocol import ChatRequest
+from specc.server.tool_counts import ToolCounts
 from specc.server.tools import ToolUse
 
 # characters of a prompt whose end is looked at; a marker and white space after it are fewer
@@ -27,18 +28,27 @@ class MessageReader:
     Args:
         config: parsers of the server.
         prompt: rendered.
+        counts: what outputs call.
     Attributes:
         echo: what their contents begin with, before anything that the model says.
         shows_reasoning: thinking is told.
     """
 
-    def __init__(self, config: ServeConfig, wanted: ChatRequest, prompt: str, use: ToolUse) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        wanted: ChatRequest,
+        prompt: str,
+        use: ToolUse,
+        counts: ToolCounts,
+    ) -> None:
         # what a grammar has made begins with its form: such an output does not think
         is_free = not has_form(wanted) and use.grammar is None
         self._thinks = FORMATS.get(config.reasoning_parser or "") if is_free else None
         self.shows_reasoning = wanted.include_reasoning is not False
         self._prompt = prompt[-_END:]
         self._use = use
+        self._counts = counts
         self._taken_ids = _call_ids(wanted.messages)
         last = wanted.messages[-1]
         begins = not wanted.continue_final_message and wanted.add_generation_prompt is not False
@@ -60,9 +70,12 @@ class MessageReader:
 
     def parser(self) -> MessageParser:
         use = self._use
-        return message_parser(
+        parser = message_parser(
             use.form, self._thinks, use.tools, self._prompt, use.max_calls, self._taken_ids
         )
+        if use.form is not None:
+            parser.at_end = self._counts.add
+        return parser
 
     def message(self, whole: Delta) -> dict[str, Any]:
         """Fields of a message: null is a content that is not there, beside something else."""

@@ -8,6 +8,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 OWN, _VLLMS = "specc:", "vllm:"
+# vLLM leaves these to a package, with its names
+_OF_HTTP = OWN + "http_requests"
 # figures that vLLM has not got; all others have its names and meanings
 _ONLY_OWN = frozenset(
     OWN + name
@@ -15,7 +17,9 @@ _ONLY_OWN = frozenset(
         "goodput_tokens_per_second", "predicted_goodput_tokens_per_second", "plan",
         "engine_healthy", "engine_failures", "draft_weights_version", "draft_reloads",
         "draft_reload_failures",
-        "prediction_draft_tokens", "prediction_accepted_tokens",
+        "prediction_draft_tokens", "prediction_accepted_tokens", "plan_steps", "plan_drafts",
+        "plan_draft_tokens", "plan_accepted_tokens", "plan_accepted_tokens_per_pos",
+        "tool_outputs", "tool_calls",
     )
 )  # fmt: skip
 
@@ -31,9 +35,10 @@ class BothNames:
             yield family
             if family.name in _ONLY_OWN:
                 continue
-            name = family.name.replace(OWN, _VLLMS)
+            theirs = "" if family.name == _OF_HTTP else _VLLMS
+            name = family.name.replace(OWN, theirs)
             other = Metric(name, family.documentation, family.type, family.unit)
             other.samples = [
-                sample._replace(name=sample.name.replace(OWN, _VLLMS)) for sample in family.samples
+                sample._replace(name=sample.name.replace(OWN, theirs)) for sample in family.samples
             ]
             yield other

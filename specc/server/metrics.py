@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,15 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from specc.percentile import percentile
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.state import Health, ServiceState
 from specc.sampling.params import SamplingParams
 from specc.server.admin import admin_families
+from specc.server.load import ServerLoad
 from specc.server.metric_names import OWN, BothNames
+from specc.server.plan_figures import plan_families, plans_to_json
+from specc.server.rates import Rates, RateWindow, RecentLatencies, hit_rate
+from specc.server.tool_counts import ToolCounts
 from specc.speculation.metrics import SpecStats
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -25,55 +28,6 @@ _GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _COUNTS = (1, 2, 5, 10, 20, 50, 100)
 _LABEL = ["model_name"]
-# rates are of the last seconds, looked at no more often than this
-_RATE_WINDOW_S, _LOOK_EVERY_S = 5.0, 0.2
-# seconds that count, and how many values at most: the latest ones
-LATENCY_WINDOW_S, MAX_LATENCIES = 60.0, 4096
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Of the last seconds, per second; acceptance is that of the same time."""
-
-    prompt_tokens: float = 0.0
-    output_tokens: float = 0.0
-    requests: float = 0.0
-    mean_acceptance_length: float = 0.0
-    acceptance_rate: float = 0.0
-    # of the prompt tokens that were looked for; None where none were
-    prefix_hit_rate: float | None = None
-
-
-class RateWindow:
-    """Differences of an engine's counters over the last seconds."""
-
-    def __init__(self) -> None:
-        self._looks: deque[tuple[float, ServiceState]] = deque()
-
-    def look(self, state: ServiceState, now_s: float | None = None) -> Rates:
-        """Rates up to now; a first look sees none."""
-        now_s = time.monotonic() if now_s is None else now_s
-        looks = self._looks
-        if not looks or now_s - looks[-1][0] >= _LOOK_EVERY_S:
-            looks.append((now_s, state))
-        # one that is older than the window stays, or rare looks would see nothing
-        while len(looks) > 2 and looks[1][0] <= now_s - _RATE_WINDOW_S:
-            looks.popleft()
-        begin_s, begin = looks[0]
-        seconds, old, new = now_s - begin_s, begin.stats, state.stats
-        if seconds <= 0:
-            return Rates()
-        steps = new.num_spec_steps - old.num_spec_steps
-        accepted = new.num_accepted_tokens - old.num_accepted_tokens
-        drafted = new.num_draft_tokens - old.num_draft_tokens
-        return Rates(
-            (new.num_prompt_tokens - old.num_prompt_tokens) / seconds,
-            (new.num_output_tokens - old.num_output_tokens) / seconds,
-            (new.num_requests - old.num_requests) / seconds,
-            1 + accepted / steps if steps else 0.0,
-            accepted / drafted if drafted else 0.0,
-            _hit_rate(state, begin),
-        )
 
 
 @dataclass
@@ -91,12 +45,16 @@ class ServeMetrics(Collector):
     Args:
         model_name: label of all figures.
         has_vllm_names: figures that vLLM has, too, come by its names as well.
+    Attributes:
+        load: requests by endpoint.
+        tools: what outputs call.
     """
 
     def __init__(self, service: Service, model_name: str, has_vllm_names: bool = True) -> None:
         self._service = service
+        self.load, self.tools = ServerLoad(), ToolCounts()
         self._label = [model_name]
-        self._plans = list(service.engine.plans)
+        self._plans = service.engine.plans
         self._window = RateWindow()
         self._begin_s = time.monotonic()
         self._finished: Counter[str] = Counter()
@@ -119,6 +77,7 @@ class ServeMetrics(Collector):
             "e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS
         )
         self._recent_first, self._recent_gap = RecentLatencies(), RecentLatencies()
+        self._recent_queue = RecentLatencies()
         self._queue, self._prefill, self._decode, self._inference, self._mean_gap = (
             self._histogram(f"request_{name}_seconds", text, buckets)
             for name, text, buckets in (
@@ -205,6 +164,7 @@ class ServeMetrics(Collector):
         decode_s = min(decode_s, stats.elapsed_s)
         prefill_s = min(stats.elapsed_s - decode_s, stats.first_token_s)
         self._queue.observe(stats.first_token_s - prefill_s)
+        self._recent_queue.add(stats.first_token_s - prefill_s)
         self._prefill.observe(prefill_s)
         self._decode.observe(decode_s)
         self._inference.observe(stats.elapsed_s)
@@ -232,26 +192,31 @@ class ServeMetrics(Collector):
             "requests_per_s": rates.requests,
             "mean_acceptance_length": rates.mean_acceptance_length,
             "acceptance_rate": rates.acceptance_rate,
-            "time_to_first_token": _latency(self._recent_first),
-            "inter_token_latency": _latency(self._recent_gap),
+            "time_to_first_token": self._recent_first.to_json(),
+            "inter_token_latency": self._recent_gap.to_json(),
+            "queue_time": self._recent_queue.to_json(),
             "prefix_hit_rate": rates.prefix_hit_rate,
             "plans": _plans_now(state),
-            "all_plans": self._plans,
+            "all_plans": list(self._plans),
             "predicted_tokens_per_s": decision.goodput if decision else None,
             "predicted_plain_tokens_per_s": decision.plain if decision else None,
             "measuring_latency": state.measured,
+            "is_sleeping": self._service.operator.is_asleep,
+            "endpoints": self.load.to_json(),
+            "tools": self.tools.to_json(),
             "total": {
                 "requests": stats.num_requests,
                 "prompt_tokens": stats.num_prompt_tokens,
                 "output_tokens": stats.num_output_tokens,
                 "cached_tokens": stats.num_cached_tokens,
-                "prefix_hit_rate": _hit_rate(state),
+                "prefix_hit_rate": hit_rate(state),
                 "preemptions": stats.num_preemptions,
                 "prediction_draft_tokens": stats.num_prediction_draft_tokens,
                 "prediction_accepted_tokens": stats.num_prediction_accepted_tokens,
                 "failures": state.num_failures,
                 "mean_acceptance_length": stats.mean_acceptance_length,
                 "accepted_per_depth": stats.accepted_per_depth,
+                **plans_to_json(state.plan_counts, self._plans),
             },
         }
 
@@ -347,6 +312,9 @@ class ServeMetrics(Collector):
         for reason in ("stop", "length", "timeout", "abort", "error"):
             ended.add_metric([*self._label, reason], self._finished[reason])
         yield ended
+        yield from plan_families(state.plan_counts, self._plans, self._family, self._label)
+        yield from self.load.families(self._family, self._label)
+        yield from self.tools.families(self._family, self._label)
         yield from admin_families(self._service, self._family, self._label)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -364,45 +332,6 @@ class ServeMetrics(Collector):
         return kind(f"{OWN}{name}", text, labels=[*_LABEL, *labels])
 
 
-def _latency(recent: RecentLatencies) -> dict[str, Any]:
-    count, (median, p99) = recent.percentiles(50, 99)
-    return {"count": count, "p50_s": median, "p99_s": p99}
-
-
-def _hit_rate(state: ServiceState, since: ServiceState | None = None) -> float | None:
-    """The share of prompt tokens that were found in the cache."""
-    queries, hits = state.prefix_queries, state.prefix_hits
-    if since is not None:
-        queries, hits = queries - since.prefix_queries, hits - since.prefix_hits
-    return hits / queries if queries else None
-
-
 def _plans_now(state: ServiceState) -> dict[str, int]:
     """Those of the last iteration, which say nothing once all requests have ended."""
     return {name: count for name, count in state.plans.items() if count and state.num_running}
-
-
-class RecentLatencies:
-    """Seconds that something took, of the last minute; for one thread."""
-
-    def __init__(self) -> None:
-        self._values: deque[tuple[float, float]] = deque(maxlen=MAX_LATENCIES)
-
-    def add(self, seconds: float, now_s: float | None = None) -> None:
-        self._values.append((time.monotonic() if now_s is None else now_s, seconds))
-
-    def percentiles(
-        self, *percents: float, now_s: float | None = None
-    ) -> tuple[int, list[float | None]]:
-        """How many values there are, and their percentiles.
-
-        Args:
-            percents: 0 … 100.
-            now_s: the end of the minute; None for now.
-        """
-        begin_s = (time.monotonic() if now_s is None else now_s) - LATENCY_WINDOW_S
-        values = self._values
-        while values and values[0][0] < begin_s:
-            values.popleft()
-        found = [seconds for _, seconds in values]
-        return len(found), [percentile(found, percent) for percent in percents]

@@ -10,7 +10,7 @@ is exactly what speculative steps emitted, and a predictable tail after EOS flat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -149,9 +149,7 @@ class SpecStats:
             setattr(self, item.name, mine)
 
     def copy(self) -> SpecStats:
-        stats = SpecStats()
-        stats.merge(self)
-        return stats
+        return replace(self, accepted_at_depth=list(self.accepted_at_depth))
 
     @property
     def mean_acceptance_length(self) -> float:

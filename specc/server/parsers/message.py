@@ -93,6 +93,8 @@ class MessageParser:
         self._num_whole = 0
         # of each call that has ended: whether it is whole
         self.ended_calls: list[bool] = []
+        # called when the text has ended, with how many calls there are, and how many are whole
+        self.at_end: Callable[[int, int], object] | None = None
         # white space since the last call, and whether there is nothing else
         self._space = Blanks()
         self._is_blank = True
@@ -126,6 +128,8 @@ class MessageParser:
             self._add(self._calls.finish(), delta)
         if is_last and not self._num_calls:
             delta.say(self._space.pop())
+        if is_last and self.at_end is not None:
+            self.at_end(self._num_calls, self._num_whole)
         return delta
 
     def _think(self, text: str, is_last: bool) -> list[Event]:

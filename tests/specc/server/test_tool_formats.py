@@ -13,6 +13,7 @@ from specc.server.config import ServeConfig
 from specc.server.message_reader import MessageReader
 from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.protocol import ChatRequest
+from specc.server.tool_counts import ToolCounts
 from specc.server.tools import ToolUse
 from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
 from tests.specc.server.serving import MODEL, Server, serve
@@ -101,7 +102,7 @@ def test_an_id_that_the_conversation_has(name: str) -> None:
         earlier = [USER, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
         wanted = ChatRequest.model_validate({"model": MODEL, "messages": earlier})
         use = ToolUse({"add": {}}, CALL_FORMATS[name], None)
-        parser = MessageReader(ServeConfig((MODEL,)), wanted, "", use).parser()
+        parser = MessageReader(ServeConfig((MODEL,)), wanted, "", use, ToolCounts()).parser()
         (call,) = parser.feed(OUTPUTS[name][1], is_last=True).calls
         assert call.name == "add"
         assert call.id is not None

@@ -19,6 +19,7 @@ from specc.server.logprobs import TokenTexts
 from specc.server.message_reader import MessageReader
 from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.protocol import ChatRequest
+from specc.server.tool_counts import ToolCounts
 from specc.server.tools import ToolUse
 from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
 from tests.specc.server.serving import MODEL, Server, assert_error, serve
@@ -125,7 +126,10 @@ def test_an_end_stands_alone() -> None:
     wanted = ChatRequest.model_validate({"messages": [USER]})
     use = ToolUse({"now": None}, CALL_FORMATS["hermes"])
     answer = ChatResponse(
-        MODEL, TokenTexts(None), Options(), MessageReader(ServeConfig(), wanted, "", use)
+        MODEL,
+        TokenTexts(None),
+        Options(),
+        MessageReader(ServeConfig(), wanted, "", use, ToolCounts()),
     )
     output = Output(OutputJob(0, [1], SamplingParams(temperature=0)), finish_reason="stop")
     update = Update([1, 2], f"a{OTHER}", None, "stop")

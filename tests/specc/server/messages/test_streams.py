@@ -25,6 +25,7 @@ from specc.server.parsers.events import Text
 from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.parsers.message import CallDelta
 from specc.server.protocol import ChatRequest
+from specc.server.tool_counts import ToolCounts
 from specc.server.tools import ToolUse
 from specc.speculation.metrics import SpecStats
 from tests.specc.server.messages.events import check_order, events_of, final_of
@@ -51,7 +52,9 @@ def make(form: str | None, hides: bool = False) -> MessageAnswer:
     calls = None
     if form is not None:
         calls = dataclasses.replace(CALL_FORMATS[form], make_id=counted())
-    reader = MessageReader(config, wanted, "", ToolUse({"add": None, "now": None}, calls))
+    reader = MessageReader(
+        config, wanted, "", ToolUse({"add": None, "now": None}, calls), ToolCounts()
+    )
     answer = MessageAnswer("m", reader, max_seq_len=100, hides_thinking=hides)
     answer.name("1")
     return answer
