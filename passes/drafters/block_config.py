@@ -278,6 +278,8 @@ def read_block_config(
     if score:
         block = replace(block, is_biased=True, kind=kind, hidden_columns=width)
         block, parts = score.read(values, block, layers, name)
+    if block.num_proposed < 1:
+        raise HeadError(f"{name}: config.json: block_size {block.size}", "2 or more", _DO)
     if bias == RNN and not block.from_anchor:
         is_assumed = switches.sample_from_anchor is False
         said = (
@@ -374,8 +376,6 @@ def _block(
             f"blocks of {MOST_ROWS} rows or less",
             _OTHER_DRAFT,
         )
-    if block.num_proposed < 1:
-        raise HeadError(f"{name}: config.json: block_size {size}", "2 or more", _DO)
     ends_at_rows = layout != SPECULATORS
     if small := [window for window in windows if ends_at_rows and window and window < size]:
         raise HeadError(

@@ -24,10 +24,12 @@ from tests.assistants import draw_tensors as draw_assistant
 from tests.block_heads import BLOCK_CASES, write_block
 from tests.block_heads import draw_tensors as draw_block
 from tests.block_reference import BlockReference
+from tests.draft_kinds.domino import DOMINO_CASES, DominoReference, write_domino
 from tests.draft_kinds.pard import PardReference
 from tests.draft_kinds.peagle import PEAGLE_CASES, PeagleReference, Read, draw_peagle, write_peagle
 from tests.draft_kinds.test_hydra import HYDRA_CASES, HydraReference, write_hydra
 from tests.draft_kinds.test_hydra import draw_tensors as draw_hydra
+from tests.draft_kinds.xpress import XPRESS_CASES, XPressReference, write_xpress
 from tests.head_reference import Reference, hidden_states
 from tests.heads import CASES, WIDTH, write_head
 from tests.heads import draw_tensors as draw_head
@@ -99,6 +101,17 @@ BLOCKS = {
         config={"block_size": 5, "num_target_layers": LAYERS},
     ),
 }
+DOMINOS = {
+    "domino": replace(
+        DOMINO_CASES["domino"],
+        rows=VOCAB,
+        vocab=VOCAB,
+        boundaries=PLACES,
+        config={"num_target_layers": LAYERS, "block_size": 5},
+    )
+}
+# one of its rows follows the token before the newest one
+XPRESSES = {"xpress": replace(XPRESS_CASES["xpress"], rows=4, vocab=VOCAB, boundaries=PLACES)}
 MEDUSA = "medusa"
 # with logits for some of the target's tokens, of rows in another order
 MEDUSAS = {MEDUSA: replace(MEDUSA_CASES["vllm"], kept=4, rows=4, vocab=VOCAB, boundaries=(LAYERS,))}
@@ -132,7 +145,10 @@ PEAGLES = {
 ASSISTANTS = {"gemma4_assistant": replace(ASSISTANT_CASES["llama"], vocab=VOCAB)}
 # an adapter of the target, through which noise goes
 UNO, UNO_DRAFT = "uno", "uno_a0"
-KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA, *HYDRAS, PARD, *PEAGLES, *ASSISTANTS, UNO)
+KINDS = (
+    "eagle3", "mtp", *BLOCKS, *DOMINOS, *XPRESSES, MEDUSA, *HYDRAS, PARD, *PEAGLES, *ASSISTANTS,
+    UNO,
+)  # fmt: skip
 # of the target
 SIZES = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
@@ -148,6 +164,10 @@ def write_draft(kind: str, path: Path, target: Callable[[], Any]) -> object:
     """
     if kind in BLOCKS:
         return write_block(path, BLOCKS[kind])
+    if kind in DOMINOS:
+        return write_domino(path, DOMINOS[kind])
+    if kind in XPRESSES:
+        return write_xpress(path, XPRESSES[kind])
     if kind in MEDUSAS:
         return write_medusa(path, MEDUSAS[kind])
     if kind in HYDRAS:
@@ -203,6 +223,10 @@ def head_of(kind: str, target: Any, adapter: Path | None = None) -> Head:
         block: Any
         if kind in MEDUSAS:
             block = MedusaReference(MEDUSAS[kind], draw_medusa(MEDUSAS[kind]))
+        elif kind in DOMINOS:
+            block = DominoReference(DOMINOS[kind], DOMINOS[kind].tensors(), embedding, head)
+        elif kind in XPRESSES:
+            block = XPressReference(XPRESSES[kind], XPRESSES[kind].tensors(), embedding, head)
         elif kind in HYDRAS:
             block = HydraReference(HYDRAS[kind], draw_hydra(HYDRAS[kind]), embedding)
         else:
@@ -211,7 +235,8 @@ def head_of(kind: str, target: Any, adapter: Path | None = None) -> Head:
 
         def logits(tokens: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
             taps = hidden_states(target, tokens[:-1], boundaries)
-            return block.after(taps, tokens[-1], path)
+            more = (tokens[-2],) if kind in XPRESSES else ()
+            return block.after(taps, tokens[-1], path, *more)
 
         return logits
     reference: Reference | MtpReference

@@ -34,6 +34,7 @@ from tests.mtp import write_target
 from tests.runtime.drawn_heads import (
     ASSISTANTS,
     BLOCKS,
+    DOMINOS,
     FITTED,
     JETSPEC,
     KINDS,
@@ -44,6 +45,7 @@ from tests.runtime.drawn_heads import (
     UNO,
     UNO_DRAFT,
     VOCAB,
+    XPRESSES,
     head_of,
     write_draft,
 )
@@ -64,7 +66,7 @@ MANY_DRAWS = 200_000
 # whose pass says which tokens may follow: to leave one out is to bias
 OF_CANDIDATES = ("dflash2", "lilicorr")
 # of which there are many draws
-MANY = (JETSPEC, *OF_CANDIDATES, PARD, *PEAGLES, *ASSISTANTS, UNO)
+MANY = (JETSPEC, *OF_CANDIDATES, *DOMINOS, *XPRESSES, PARD, *PEAGLES, *ASSISTANTS, UNO)
 CASES_OF_ALL = [
     (kind, plan, rule)
     for kind in KINDS
