@@ -233,9 +233,8 @@ def read_block_config(
             f"keys that specc reads: {', '.join(sorted(known))}",
             _OTHER_DRAFT,
         )
-    if twice := [
-        key for key in own_keys if key in nested and raw.get(key, nested[key]) != nested[key]
-    ]:
+    twice = [key for key in own_keys if key in nested and raw.get(key, nested[key]) != nested[key]]
+    if twice:
         raise HeadError(
             f"{name}: config.json: {twice[0]} is {raw[twice[0]]!r:.40}, and in {_NESTED}"
             f" {nested[twice[0]]!r:.40}",
