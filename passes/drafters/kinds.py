@@ -9,21 +9,19 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from specc.drafters import domino, lilicorr, xpress
 from specc.errors import HeadError
 from specc.passes.drafters.head_spec import (
     DEEPSPEC,
     DFLASH,
     DFLASH2,
-    DOMINO,
     DSPARK,
     EAGLE_CONFIG,
     FASTER_DECODING,
-    LILICORR,
     SAFEAILAB,
     SPECFORGE,
     SPECULATORS,
     VLLM,
-    XPRESS,
     ZLAB,
 )
 
@@ -39,6 +37,7 @@ _DFLASH_KEY, _PROJECTOR = "dflash_config", "projector_type"
 _DEEPSPEC_CLASS = "Qwen3Eagle3Model"
 # classes of DSpark's drafters, and whose they are
 _DSPARK_CLASSES = {"Qwen3DSparkModel": DEEPSPEC, "DSparkDraftModel": SPECFORGE}
+LILICORR, DOMINO, XPRESS = (x.FACTS.kind for x in (lilicorr, domino, xpress))
 _DSPARK, _DFLASH2, _LILICORR = "DSpark", "DFlash 2", "LiLiCorr"
 _DOMINO, _XPRESS = "Domino", "XPress"
 # kinds of block drafters beside DFlash, and what people call them
