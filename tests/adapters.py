@@ -6,16 +6,18 @@ the weights of a transformers model.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 # as peft 0.18 writes it, without values
 PEFT_CONFIG: dict[str, Any] = {
@@ -125,3 +127,30 @@ def merged(model: Any, path: Path, is_turned: bool = False) -> Any:
         weight = modules[name].weight
         weight.copy_((weight.double() + (delta.T if is_turned else delta)).to(weight.dtype))
     return made
+
+
+@contextlib.contextmanager
+def adapted(model: Any, adapters: dict[int, Path], rows: Tensor) -> Iterator[None]:
+    """Let projections of a model add the term of each row's adapter, -1 for none."""
+    handles = []
+    modules = dict(model.named_modules())
+    for number, path in adapters.items():
+        config = json.loads((path / "adapter_config.json").read_text("utf-8"))
+        tensors = load_file(path / "adapter_model.safetensors")
+        for key, down in tensors.items():
+            name, found, _ = key.removeprefix(_PREFIX).partition(".lora_A")
+            if not found:
+                continue
+            up, scale = tensors[key.replace("lora_A", "lora_B")], config["lora_alpha"] / len(down)
+
+            def add(_: Any, x: Any, out: Tensor, own: Any = (number, scale, down, up)) -> Tensor:
+                number, scale, down, up = own
+                term = scale * (x[0] @ down.T) @ up.T
+                return out + (rows == number)[None, :, None] * term
+
+            handles.append(modules[name].register_forward_hook(add))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

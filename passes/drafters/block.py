@@ -14,19 +14,28 @@ from torch import Tensor
 from specc.artifact.safetensors_io import TensorReader
 from specc.drafters.block import BlockDraft
 from specc.drafters.drafter import Drafter
+from specc.drafters.scored_block import ScoredBlock
 from specc.errors import HeadError
 from specc.passes.base import Pass
 from specc.passes.drafters.block_bias import BlockBias
 from specc.passes.drafters.block_config import read_block_config
 from specc.passes.drafters.block_head import BlockHead, step_weights
+from specc.passes.drafters.block_parts import ScoreFiles
 from specc.passes.drafters.block_pass import block_levels
 from specc.passes.drafters.block_spec import BlockSpec
 from specc.passes.drafters.compiler_drafter import CompilerDrafter
-from specc.passes.drafters.head_spec import EMBEDDING, HeadSwitches, TargetFacts
+from specc.passes.drafters.head_modules import columns_of_ids
+from specc.passes.drafters.head_spec import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EMBEDDING,
+    HeadSwitches,
+    TargetFacts,
+)
 from specc.passes.drafters.head_tensors import count_layers, count_taps, match_block_tensors
 from specc.passes.drafters.kinds import block_layout_of
 from specc.passes.drafters.lattice import Lattice
-from specc.passes.drafters.lilicorr_config import earlier_name
 from specc.passes.drafters.see_blocks import SeeBlocks
 from specc.passes.drafters.tap_ids import choose_taps
 from specc.passes.drafters.vocabulary_map import num_rows_of, read_target_ids
@@ -39,6 +48,16 @@ from specc.speculation.plans import SpecPlan
 
 
 class CompilerBlock(CompilerDrafter):
+    """Of those kinds whose files differ from DFlash's in what is added to its rows.
+
+    Args of the class:
+        kinds: that it reads.
+        score: of a kind whose steps read the weights of a score.
+    """
+
+    kinds: tuple[str, ...] = (DFLASH, DSPARK, DFLASH2)
+    score: ScoreFiles | None = None
+
     def proposer(self, g: StepGraph, plan: SpecPlan, drafter: Drafter) -> Proposer:
         assert isinstance(drafter, BlockDraft)
         levels = block_levels(g, plan, drafter)
@@ -48,7 +67,8 @@ class CompilerBlock(CompilerDrafter):
         return Lattice(drafter, levels, BlockBias(drafter, asks))
 
     def says(self, raw: Mapping[str, Any], name: str) -> bool:
-        return block_layout_of(raw, (), name) is not None
+        found = block_layout_of(raw, (), name)
+        return found is not None and found[0] in self.kinds
 
     def fit(
         self,
@@ -60,9 +80,13 @@ class CompilerBlock(CompilerDrafter):
         switches: HeadSwitches,
     ) -> BlockSpec | None:
         found = block_layout_of(raw, reader.keys(), str(directory))
-        if found is None:
+        if found is None or found[0] not in self.kinds:
             return None
-        return _fit_block(reader, raw, found, directory, target, switches)
+        return _fit_block(self, reader, raw, found, directory, target, switches)
+
+    def earlier_name(self, tensor: str) -> str:
+        """What early files call a tensor."""
+        return tensor
 
     def rows(self, spec: BlockSpec, dtype: torch.dtype) -> tuple[RowInput, ...]:
         rows = super().rows(spec, dtype)
@@ -81,13 +105,21 @@ class CompilerBlock(CompilerDrafter):
     def step_weights(
         self, spec: BlockSpec, dtype: torch.dtype
     ) -> tuple[dict[str, Weight], dict[str, Tensor]]:
-        return step_weights(spec, dtype)
+        if self.score is None:
+            return step_weights(spec, dtype)
+        shapes = {EMBEDDING: (spec.target.vocab_size, spec.width), **spec.parts}
+        keys = [key for key in spec.block.tensors.values() if key in shapes]
+        assert isinstance(spec.block, ScoredBlock)
+        columns = columns_of_ids(spec)
+        tables = {} if columns is None else {spec.block.columns: columns}
+        return {key: Weight((key,), dtype, shapes[key]) for key in keys}, tables
 
 
 DRAFTER = CompilerBlock()
 
 
 def _fit_block(
+    kind_of: CompilerBlock,
     reader: TensorReader,
     raw: dict[str, Any],
     found: tuple[str, str],
@@ -98,6 +130,7 @@ def _fit_block(
     """A drafter, compared with its target.
 
     Args:
+        kind_of: what reads files of its kind.
         reader: of its checkpoint.
         raw: contents of its config.json.
         found: kind and layout, see `HeadSpec`.
@@ -111,14 +144,14 @@ def _fit_block(
     """
     name, (kind, layout) = str(directory), found
     num_layers = count_layers(reader.keys())
-    config = read_block_config(raw, kind, layout, num_layers, directory, switches)
+    config = read_block_config(raw, kind, layout, num_layers, directory, switches, kind_of.score)
     width = int(config.layers.hidden_size)
     target.require("layers", config.num_target_layers, target.num_layers, name)
     # without the key a drafter is as wide as its target
     num_taps = count_taps(reader, width, config.target_width or width, target, name, True)
     num_rows = num_rows_of(reader, config.draft_vocab_size, target.vocab_size, name)
     given = (config.layers, num_taps, num_rows, target, name, config.more_tensors(num_rows, target))
-    tensors, shared = match_block_tensors(reader, *given, earlier_name)
+    tensors, shared = match_block_tensors(reader, *given, kind_of.earlier_name)
     if EMBEDDING in shared:
         # else its own embedding has been compared with the target's
         target.require("ids", config.vocab_size, target.vocab_size, name)
@@ -172,7 +205,7 @@ def _fit_block(
         rank=config.rank,
         conv=config.conv,
         scale=config.scale,
-        parts=config.parts,
+        parts=config.parts(num_rows, target.vocab_size),
         tensors=tensors,
         rope=config.rope,
     )

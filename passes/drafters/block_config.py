@@ -46,6 +46,9 @@ from specc.passes.drafters.block_parts import (
     SELECTOR_KEYS,
     Conv,
     LogitScale,
+    ScoreFiles,
+    Shapes,
+    ShapesOf,
     read_confidence,
     read_conv,
     read_flag,
@@ -63,15 +66,12 @@ from specc.passes.drafters.head_spec import (
     DFLASH,
     DFLASH2,
     DSPARK,
-    LILICORR,
     SPECFORGE,
     SPECULATORS,
     HeadSwitches,
     RopeFacts,
     TargetFacts,
 )
-from specc.passes.drafters.lilicorr_config import KEYS as LILICORR_KEYS
-from specc.passes.drafters.lilicorr_config import read_lilicorr
 from specc.passes.drafters.tap_ids import AFTER, ENTERING
 from specc.passes.frontend.config_numbers import check_numbers
 from specc.passes.frontend.rotary import by_its_name
@@ -92,7 +92,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "input_embedding_scale": (1,),
     "is_neox_style": (True,),
 }
-# of all but DFlash 2, of all but LiLiCorr, too, and of all but DSpark
+# of all but DFlash 2, of all without convolutions, and of all but DSpark
 _NO_SELECTOR: dict[str, tuple[Any, ...]] = {
     "output_multiplier": (1,),
     "final_logit_softcapping": (0,),
@@ -112,11 +112,8 @@ _PLAIN_OF: dict[str, dict[str, tuple[Any, ...]]] = {
     DFLASH: {**_NO_BIAS, **_NO_CONV, **_NO_SELECTOR},
     DFLASH2: _NO_BIAS,
     DSPARK: {**_PLAIN_DSPARK, **_NO_CONV, **_NO_SELECTOR},
-    LILICORR: {**_NO_BIAS, **_NO_SELECTOR, "projector_type": ("lilicorr",)},
 }
-# what `dflash_config` may say of one kind alone
-_OWN_KEYS = {LILICORR: LILICORR_KEYS}
-# what else `dflash_config` may say; another key may change what the drafter computes
+# what `dflash_config` may say of every kind; another key may change what the drafter computes
 _READ = frozenset(
     (
         "block_size", "mask_token_id", "target_layer_ids", "num_target_layers",
@@ -144,7 +141,7 @@ class BlockConfig:
         confidence_columns: that a confidence head reads, 0 of a drafter without one.
         conv: convolutions of its layers, or None.
         scale: of logits.
-        parts: shapes of further tensors, which steps read, by name.
+        parts: of further tensors, which steps read.
         ids: of layers of the target.
         convention: what ids mean, see `tap_ids`.
         num_target_layers: n where it is said, or None.
@@ -162,7 +159,7 @@ class BlockConfig:
     confidence_columns: int
     conv: Conv | None
     scale: LogitScale
-    parts: dict[str, tuple[int, ...]]
+    parts: ShapesOf
     ids: tuple[int, ...]
     convention: str
     num_target_layers: int | None
@@ -178,7 +175,7 @@ class BlockConfig:
         Args:
             num_rows: Vd.
         """
-        found = dict(self.parts)
+        found = dict(self.parts(num_rows, target.vocab_size))
         width = int(self.layers.hidden_size)
         if self.rank:
             kind = self.block.bias_kind
@@ -201,6 +198,7 @@ def read_block_config(
     num_layers: int,
     directory: Path,
     switches: HeadSwitches,
+    score: ScoreFiles | None = None,
 ) -> BlockConfig:
     """Read what a drafter's config.json says.
 
@@ -209,6 +207,7 @@ def read_block_config(
         layout: see there.
         num_layers: that the checkpoint has tensors of.
         switches: see there.
+        score: of a kind whose steps read the weights of one.
     Raises:
         HeadError: something is missing, or is not computed here.
         NotCausalLMError: numbers that no model has.
@@ -226,18 +225,27 @@ def read_block_config(
     nested = raw.get(_NESTED, {})
     if not isinstance(nested, Mapping):
         raise HeadError(f"{name}: config.json: {_NESTED} is {nested!r:.40}", "an object", _DO)
-    known = _READ | _PLAIN.keys() | _PLAIN_DSPARK.keys() | set(_OWN_KEYS.get(kind, ()))
+    own_keys = score.keys if score else ()
+    known = _READ | _PLAIN.keys() | _PLAIN_DSPARK.keys() | {*own_keys}
     if unknown := [key for key in nested if key not in known and nested[key] is not None]:
         raise HeadError(
             f"{name}: config.json: {_NESTED}.{unknown[0]} is {nested[unknown[0]]!r:.40}",
             f"keys that specc reads: {', '.join(sorted(known))}",
             _OTHER_DRAFT,
         )
+    twice = [key for key in own_keys if key in nested and raw.get(key, nested[key]) != nested[key]]
+    if twice:
+        raise HeadError(
+            f"{name}: config.json: {twice[0]} is {raw[twice[0]]!r:.40}, and in {_NESTED}"
+            f" {nested[twice[0]]!r:.40}",
+            "one value",
+            _DO,
+        )
     values = {**raw, **nested}
     own = raw.get("transformer_layer_config") if layout == SPECULATORS else raw
     if not isinstance(own, Mapping):
         raise HeadError(f"{name}: config.json: no transformer_layer_config", "an object", _DO)
-    _check_plain({**own, **values}, {**_PLAIN, **_PLAIN_OF.get(kind, {})}, name)
+    _check_plain({**own, **values}, {**_PLAIN, **_plain_of(kind, score)}, name)
     own = by_its_name(dict(own))
     found = own.get("model_type")
     if found != _QWEN3 and (layout, found) != (SPECFORGE, DSPARK):
@@ -255,20 +263,22 @@ def read_block_config(
         raise HeadError(f"{name}: config.json: no {key}", "layers of the target", _DO)
     vocab_size, width = read_number(own, "vocab_size", name), int(layers.hidden_size)
     rank, bias = read_markov(values, name) if kind == DSPARK else (0, VANILLA)
-    candidates, conv, scale = 0, None, LogitScale()
+    candidates, scale = 0, LogitScale()
     if kind == DFLASH2:
         (rank, candidates), bias = read_selector(values, vocab_size, name), SELECTOR
         scale = read_scale(values, name)
-    if kind in (DFLASH2, LILICORR):
-        conv = read_conv(values, width, name)
+    conv = read_conv(values, width, name)
     block = _block(values, own, kind, layout, windows, switches, name)
     reads_token = read_confidence(values, layout, name) if kind == DSPARK else None
     confidence = "" if reads_token is None or not rank else OF_TOKEN if reads_token else OF_ROW
     block = replace(block, is_biased=rank > 0, bias_kind=bias, confidence=confidence)
     block = replace(block, hidden_columns=width if block.reads_hidden else 0, candidates=candidates)
-    parts: dict[str, tuple[int, ...]] = {}
-    if kind == LILICORR:
-        block, parts = read_lilicorr(values, block, layers, name)
+    parts: ShapesOf = _no_shapes
+    if score:
+        block = replace(block, is_biased=True, kind=kind, hidden_columns=width)
+        block, parts = score.read(values, block, layers, name)
+    if block.num_proposed < 1:
+        raise HeadError(f"{name}: config.json: block_size {block.size}", "2 or more", _DO)
     if bias == RNN and not block.from_anchor:
         is_assumed = switches.sample_from_anchor is False
         said = (
@@ -309,6 +319,18 @@ def read_block_config(
     )
 
 
+def _no_shapes(num_rows: int, vocab_size: int) -> Shapes:
+    return {}
+
+
+def _plain_of(kind: str, score: ScoreFiles | None) -> dict[str, tuple[Any, ...]]:
+    """Keys of which a kind has such values alone, or no value."""
+    if score is None:
+        return _PLAIN_OF.get(kind, {})
+    plain = {**_NO_BIAS, **_NO_SELECTOR, **({} if score.may_convolve else _NO_CONV)}
+    return plain | ({"projector_type": (score.projector,)} if score.projector else {})
+
+
 def _check_plain(
     values: Mapping[str, Any], plain_values: Mapping[str, tuple[Any, ...]], name: str
 ) -> None:
@@ -337,7 +359,7 @@ def _block(
     if from_anchor is None:
         from_anchor = read_flag(values, ("sample_from_anchor", "shift_label"), name)
     if from_anchor is None:
-        from_anchor = {DSPARK: True, DFLASH2: False, LILICORR: False}.get(kind)
+        from_anchor = {DFLASH: None, DSPARK: True}.get(kind, False)
     if from_anchor is None and "num_anchors" in values:
         raise HeadError(
             f"{name}: a drafter of DeepSpec; nothing says which token the anchor's row proposes",
@@ -353,8 +375,6 @@ def _block(
             f"blocks of {MOST_ROWS} rows or less",
             _OTHER_DRAFT,
         )
-    if block.num_proposed < 1:
-        raise HeadError(f"{name}: config.json: block_size {size}", "2 or more", _DO)
     ends_at_rows = layout != SPECULATORS
     if small := [window for window in windows if ends_at_rows and window and window < size]:
         raise HeadError(

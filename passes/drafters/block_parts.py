@@ -11,11 +11,11 @@ z-lab/dflash; vllm-project/speculators models/dflash2; sgl-project/sglang srt/mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specc.drafters.block import MARKOV_KINDS, VANILLA
+from specc.drafters.block import MARKOV_KINDS, VANILLA, BlockDraft
 from specc.errors import HeadError
 from specc.passes.drafters.head_config import read_number
 from specc.passes.drafters.head_spec import SPECFORGE, SPECULATORS
@@ -30,6 +30,8 @@ SCALE_KEYS = ("output_multiplier", "final_logit_softcapping")
 _MOST_TAPS = 64
 
 Shapes = dict[str, tuple[int, ...]]
+# rows of the drafter's head and of the target's embedding → shapes of tensors, by name
+ShapesOf = Callable[[int, int], Shapes]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,24 @@ class Conv:
                 columns = 2 * self.taps * width // self.size
                 found[f"{name}.kernel_projection.weight"] = (columns, width)
         return found
+
+
+@dataclass(frozen=True)
+class ScoreFiles:
+    """What files of one kind say of a score whose weights steps read, beside what DFlash's say.
+
+    Args:
+        read: keys of its configuration, what its pass fills, layers of transformers, and the
+            drafter's name → the drafter, and shapes of the score's tensors.
+        keys: that `dflash_config` may have.
+        projector: that `projector_type` is, or DFlash's.
+        may_convolve: its layers may have convolutions.
+    """
+
+    read: Callable[[Mapping[str, Any], BlockDraft, Any, str], tuple[BlockDraft, ShapesOf]]
+    keys: tuple[str, ...] = ()
+    projector: str = ""
+    may_convolve: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from specc.drafters import block, eagle3, lilicorr, medusa, mtp
+from specc.drafters import block, eagle3, medusa, mtp
 from specc.drafters.drafter import Drafter
 from specc.drafters.feature_head import FeatureHead
 from specc.drafters.model import PREFIX
@@ -17,7 +17,7 @@ from specc.passes.frontend.config_numbers import whole_number
 
 EAGLE3, MTP = eagle3.FACTS.kind, mtp.FACTS.kind
 DFLASH, DSPARK, MEDUSA = block.FACTS.kind, block.DSPARK_FACTS.kind, medusa.FACTS.kind
-DFLASH2, LILICORR = block.DFLASH2_FACTS.kind, lilicorr.FACTS.kind
+DFLASH2 = block.DFLASH2_FACTS.kind
 # whose files they are
 SAFEAILAB, SPECULATORS, DEEPSPEC, EAGLE_CONFIG = "SafeAILab", "speculators", "DeepSpec", "NVIDIA"
 ZLAB, SPECFORGE = "z-lab", "SpecForge"

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from specc.drafters import domino, lilicorr, xpress
 from specc.errors import HeadError
 from specc.passes.drafters.head_spec import (
     DEEPSPEC,
@@ -17,7 +18,6 @@ from specc.passes.drafters.head_spec import (
     DSPARK,
     EAGLE_CONFIG,
     FASTER_DECODING,
-    LILICORR,
     SAFEAILAB,
     SPECFORGE,
     SPECULATORS,
@@ -26,18 +26,24 @@ from specc.passes.drafters.head_spec import (
 )
 
 _NEEDED = (
-    "an EAGLE-3 or 3.1 head, a DFlash (1 or 2), DSpark or LiLiCorr drafter, Medusa heads in files"
-    " of vLLM or FasterDecoding, Hydra heads of zankner/Hydra, a Gemma 4 assistant, or an ordinary"
-    " language model"
+    "an EAGLE-3 or 3.1 head, a DFlash (1 or 2), DSpark, LiLiCorr, Domino or XPress drafter, Medusa"
+    " heads in files of vLLM or FasterDecoding, Hydra heads of zankner/Hydra, a Gemma 4 assistant,"
+    " or an ordinary language model"
 )
 _DO = "pass such a head of this target, a smaller model with its tokens, or --draft self:…"
 _FIRST_LAYERS = ("midlayer.", "layers.0.")
-# of classes, methods and keys of DFlash
-_DFLASH, _DFLASH_KEY = "dflash", "dflash_config"
+# keys of DFlash, and of those that go on from it
+_DFLASH_KEY, _PROJECTOR = "dflash_config", "projector_type"
 _DEEPSPEC_CLASS = "Qwen3Eagle3Model"
 # classes of DSpark's drafters, and whose they are
 _DSPARK_CLASSES = {"Qwen3DSparkModel": DEEPSPEC, "DSparkDraftModel": SPECFORGE}
+LILICORR, DOMINO, XPRESS = (x.FACTS.kind for x in (lilicorr, domino, xpress))
 _DSPARK, _DFLASH2, _LILICORR = "DSpark", "DFlash 2", "LiLiCorr"
+_DOMINO, _XPRESS = "Domino", "XPress"
+# kinds of block drafters beside DFlash, and what people call them
+_CALLED = {
+    DSPARK: _DSPARK, DFLASH2: _DFLASH2, LILICORR: _LILICORR, DOMINO: _DOMINO, XPRESS: _XPRESS,
+}  # fmt: skip
 # model type, and part of names of classes; keys and tensors that no other model has
 _MEDUSA = "medusa"
 _MEDUSA_KEYS = ("medusa_num_heads", "num_medusa_heads")
@@ -49,6 +55,7 @@ _OTHER_METHODS = {
     "eagle": "EAGLE 1 or 2",
     "dspark": _DSPARK,
     "dflash2": _DFLASH2,
+    "xpress": _XPRESS,
     "mtp": "MTP modules",
     "peagle": "P-EAGLE",
     "p_eagle": "P-EAGLE",
@@ -66,7 +73,7 @@ _OTHER_CLASSES = (
     ("hydra", "Hydra"),
     ("mlpspeculator", "an MLP speculator"),
     (LILICORR, _LILICORR),
-    ("xpress", "XPress"),
+    (XPRESS, _XPRESS),
     ("mtp", "MTP modules"),
 )
 # keys of a configuration that no other model has
@@ -88,6 +95,8 @@ _OTHER_TENSORS = (
     (re.compile(r"^markov_head\."), _DSPARK),
     (re.compile(r"^candidate_selector\."), _DFLASH2),
     (re.compile(r"^lilicorr\."), _LILICORR),
+    (re.compile(r"^prefix_gru\."), _DOMINO),
+    (re.compile(r"^refiner_head\."), _XPRESS),
     (re.compile(r"^mask_hidden$"), "P-EAGLE"),
 )
 
@@ -116,28 +125,31 @@ def block_layout_of(
     Arguments and errors as of `layout_of`.
     """
     classes, method = _classes(config), config.get("speculators_model_type")
-    layouts = [_DSPARK_CLASSES[x] for x in classes if method is None and x in _DSPARK_CLASSES]
-    if method == DSPARK or layouts:
-        if other := _other_kind(config, list(tensors), classes, method, _DSPARK):
-            raise HeadError(f"{name}: {other}", _NEEDED, _DO)
-        return DSPARK, layouts[0] if layouts else SPECULATORS
-    if method is None and any(LILICORR in item.lower() for item in classes):
-        if other := _other_kind(config, list(tensors), classes, method, _LILICORR):
-            raise HeadError(f"{name}: {other}", _NEEDED, _DO)
-        return LILICORR, ZLAB
-    if method == DFLASH2 or (method is None and any(DFLASH2 in item.lower() for item in classes)):
-        if other := _other_kind(config, list(tensors), classes, method, _DFLASH2):
-            raise HeadError(f"{name}: {other}", _NEEDED, _DO)
-        return DFLASH2, ZLAB if method is None else SPECULATORS
-    is_dflash = method == _DFLASH or (
-        method is None
-        and (_DFLASH_KEY in config or any(_DFLASH in item.lower() for item in classes))
-    )
-    if not is_dflash:
+    kind = _block_kind(config, classes, method)
+    if kind is None:
         return None
-    if other := _other_kind(config, list(tensors), classes, method):
+    if other := _other_kind(config, list(tensors), classes, method, _CALLED.get(kind, "")):
         raise HeadError(f"{name}: {other}", _NEEDED, _DO)
-    return DFLASH, SPECULATORS if method == _DFLASH else ZLAB
+    if method is not None:
+        return kind, SPECULATORS
+    return kind, next((_DSPARK_CLASSES[x] for x in classes if x in _DSPARK_CLASSES), ZLAB)
+
+
+def _block_kind(config: Mapping[str, Any], classes: list[str], method: Any) -> str | None:
+    """Which kind of block drafter, if any."""
+    if method is not None:
+        return method if method in (DFLASH, DSPARK, DFLASH2, XPRESS) else None
+    if any(item in _DSPARK_CLASSES for item in classes):
+        return DSPARK
+    named = [kind for kind in (LILICORR, DFLASH2) for x in classes if kind in x.lower()]
+    if named:
+        return named[0]
+    if _DFLASH_KEY not in config and not any(DFLASH in item.lower() for item in classes):
+        return None
+    nested = config.get(_DFLASH_KEY)
+    said = nested.get(_PROJECTOR) if isinstance(nested, Mapping) else None
+    said = config.get(_PROJECTOR) if said is None else said
+    return DOMINO if said == DOMINO else DFLASH
 
 
 def peagle_layout_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
 
-from specc.artifact.safetensors_io import TensorReader
 from specc.drafters.drafter import Drafter
 from specc.drafters.lilicorr import (
-    EMBEDDING,
+    FACTS,
     RANKS,
     LiLiCorrDraft,
     Vectors,
@@ -21,8 +18,8 @@ from specc.drafters.lilicorr import (
 from specc.passes.drafters.block import CompilerBlock
 from specc.passes.drafters.block_pass import block_rows, levels_of
 from specc.passes.drafters.block_spec import BlockSpec
-from specc.passes.drafters.head_spec import HeadSwitches, TargetFacts
 from specc.passes.drafters.lattice import Lattice
+from specc.passes.drafters.lilicorr_config import FILES, earlier_name
 from specc.passes.drafters.path_score import Candidates, PathScore
 from specc.passes.program import Weight
 from specc.passes.step.proposer import Proposer
@@ -127,6 +124,8 @@ class PairScore(PathScore):
 
 
 class CompilerLiLiCorr(CompilerBlock):
+    kinds, score = (FACTS.kind,), FILES
+
     def proposer(self, g: StepGraph, plan: SpecPlan, drafter: Drafter) -> Proposer:
         assert isinstance(drafter, LiLiCorrDraft)
         rows = block_rows(g, plan, drafter)
@@ -137,33 +136,17 @@ class CompilerLiLiCorr(CompilerBlock):
         )
         return Lattice(drafter, levels, PairScore(drafter, rows, levels))
 
-    def says(self, raw: Mapping[str, Any], name: str) -> bool:
-        """No: its files are among those of block drafters."""
-        return False
-
-    def fit(
-        self,
-        reader: TensorReader,
-        raw: dict[str, Any],
-        directory: Path,
-        weights: Path,
-        target: TargetFacts,
-        switches: HeadSwitches,
-    ) -> BlockSpec | None:
-        """No: its files are read with those of block drafters."""
-        return None
+    def earlier_name(self, tensor: str) -> str:
+        return earlier_name(tensor)
 
     def step_weights(
         self, spec: BlockSpec, dtype: torch.dtype
     ) -> tuple[dict[str, Weight], dict[str, Tensor]]:
-        draft = spec.block
-        assert isinstance(draft, LiLiCorrDraft)
-        shapes = {EMBEDDING: (spec.target.vocab_size, spec.width), **spec.parts}
-        keys = [EMBEDDING, *draft.parameters]
-        count = draft.candidates
+        weights, _ = super().step_weights(spec, dtype)
+        count = spec.block.candidates
         ranks = torch.arange(count, dtype=torch.float32)
         features = torch.stack([ranks / max(count - 1, 1), (ranks == 0).float()]).to(dtype)
-        return {key: Weight((key,), dtype, shapes[key]) for key in keys}, {RANKS: features}
+        return weights, {RANKS: features}
 
 
 DRAFTER = CompilerLiLiCorr()

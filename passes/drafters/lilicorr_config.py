@@ -11,9 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 from specc.drafters.block import BlockDraft
-from specc.drafters.lilicorr import FACTS, FEATURES, PREFIX, LiLiCorrDraft
+from specc.drafters.lilicorr import FEATURES, PREFIX, LiLiCorrDraft
 from specc.errors import HeadError
-from specc.passes.drafters.block_parts import Shapes, read_flag, required
+from specc.passes.drafters.block_parts import ScoreFiles, Shapes, ShapesOf, read_flag, required
 
 _DO = "correct config.json, or download the drafter again"
 _COUNTS = tuple(
@@ -28,7 +28,7 @@ _MOST_CANDIDATES = 64
 
 def read_lilicorr(
     values: Mapping[str, Any], block: BlockDraft, layers: Any, name: str
-) -> tuple[LiLiCorrDraft, Shapes]:
+) -> tuple[LiLiCorrDraft, ShapesOf]:
     """The drafter, and the shapes of its transformer's tensors, by name.
 
     Args:
@@ -64,9 +64,6 @@ def read_lilicorr(
             "pass another draft",
         )
     fields = asdict(block) | {
-        "is_biased": True,
-        "kind": FACTS.kind,
-        "hidden_columns": width,
         "candidates": count,
         "num_layers": num_layers,
         "num_heads": num_heads,
@@ -76,7 +73,8 @@ def read_lilicorr(
         "norm_eps": float(layers.rms_norm_eps),
     }
     draft = LiLiCorrDraft(**fields)
-    return draft, _shapes(draft, width, factors, int(inner * ratio))
+    shapes = _shapes(draft, width, factors, int(inner * ratio))
+    return draft, lambda num_rows, vocab_size: shapes
 
 
 def _number(values: Mapping[str, Any], key: str, name: str) -> float:
@@ -143,3 +141,6 @@ def earlier_name(tensor: str) -> str:
     ):
         tensor = tensor.replace(name, number)
     return tensor
+
+
+FILES = ScoreFiles(read_lilicorr, KEYS, "lilicorr", may_convolve=True)

@@ -178,7 +178,7 @@ class BlockDraft(MaskedPass):
         return [*super().pass_inputs(tokens, root, table, depth), features]
 
     def logits_along(
-        self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int]
+        self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int], before: int
     ) -> Tensor:
         """See `passes/drafters/block_bias.py`."""
         rows = made[: len(tokens)]

@@ -151,7 +151,7 @@ class HydraHeads(OnePass):
         return 1
 
     def logits_along(
-        self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int]
+        self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int], before: int
     ) -> Tensor:
         first, read = made.tensor_split([made.shape[1] - self.hidden_columns], 1)
         found = [first]

@@ -21,22 +21,20 @@ import torch
 from torch import Tensor
 
 from specc.drafters import block
-from specc.drafters.block import BlockDraft
 from specc.drafters.facts import DrafterFacts
+from specc.drafters.scored_block import EMBEDDING as EMBEDDING
+from specc.drafters.scored_block import Call, ScoredBlock, run
 
 aten = torch.ops.aten
 
 FACTS: DrafterFacts = replace(block.DFLASH2_FACTS, kind="lilicorr", module="lilicorr", methods=())
-PREFIX, EMBEDDING = "lilicorr.", "embed_tokens.weight"
+PREFIX = "lilicorr."
 # of the features of a node: their number, and the epsilon of their norm
 FEATURES, FEATURE_EPS = 5, 1e-5
 # [2, K] of what nodes are by their rank: rank / (K - 1), and whether it is the first
 RANKS = f"{PREFIX}ranks"
 # log probabilities below are those of tokens that nobody may take
 _LEAST = -1e4
-
-# an operator of torch and its arguments → its result: of tensors, or of nodes of a graph
-Call = Callable[..., Any]
 
 
 class Vectors(NamedTuple):
@@ -54,7 +52,7 @@ class Vectors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LiLiCorrDraft(BlockDraft):
+class LiLiCorrDraft(ScoredBlock):
     """K is `candidates`; the transformer has `num_layers` layers of `num_heads` heads."""
 
     facts = FACTS
@@ -66,35 +64,18 @@ class LiLiCorrDraft(BlockDraft):
 
     @property
     def is_possible(self) -> bool:
-        sizes = (self.candidates, self.num_layers, self.num_heads, self.hidden_columns)
+        sizes = (self.candidates, self.num_layers, self.num_heads)
         is_even = min(sizes) > 0 < self.inner_width and self.inner_width % self.num_heads == 0
-        is_named = self.kind == FACTS.kind and self.is_biased and self.bias_kind == block.VANILLA
-        is_plain = not (self.is_flat or self.is_partial or self.confidence or self.from_anchor)
+        is_plain = not (self.is_partial or self.from_anchor)
         is_scaled = self.scale > 0 and self.norm_eps > 0 and self.vector_eps > 0
-        return is_named and is_plain and is_scaled and is_even
-
-    @property
-    def tensors(self) -> dict[str, str]:
-        return {self.tensor(key): key for key in (EMBEDDING, RANKS, *self.parameters)}
-
-    def tensor(self, key: str) -> str:
-        """What steps call a tensor of this key."""
-        return f"{self.draft}_{key.replace('.', '_')}"
-
-    @property
-    def asked_tensors(self) -> Sequence[str]:
-        return ()
+        return super().is_possible and is_plain and is_scaled and is_even
 
     @property
     def parameters(self) -> list[str]:
-        """Keys of the tensors of its transformer."""
         layers = [f"layers.{i}.{part}" for i in range(self.num_layers) for part in _OF_LAYERS]
         ends = [] if self.is_as_wide else ["token_proj.weight", "token_proj.bias"]
-        return [f"{PREFIX}{name}" for name in (*ends, *_ENDS, *layers)]
-
-    @property
-    def reads_hidden(self) -> bool:
-        return True
+        own = [f"{PREFIX}{name}" for name in (*ends, *_ENDS, *layers)]
+        return [EMBEDDING, RANKS, *own]
 
     @property
     def reads_context(self) -> bool:
@@ -113,17 +94,11 @@ class LiLiCorrDraft(BlockDraft):
     def describe_logits(self, depth: int) -> str:
         return f"{self.num_proposed} tokens of a block"
 
-    def without_confidence(self) -> BlockDraft:
-        return self
-
     def constants(self, depth: int) -> dict[str, Tensor]:
         """Which columns of the bias of attention slots have to each other, [S * S] int64."""
         slots = torch.arange(self.num_proposed)
         relative = slots[:, None] - slots + self.size - 1
         return super().constants(depth) | {f"{self.name}_relative": relative.flatten()}
-
-    def earlier_constants(self, depth: int) -> dict[str, Tensor]:
-        return {}
 
     def pass_inputs(
         self, tokens: Sequence[int], root: int, table: Tensor, depth: int
@@ -133,14 +108,14 @@ class LiLiCorrDraft(BlockDraft):
         return super().pass_inputs(before, root, table, depth)
 
     def logits_along(
-        self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int]
+        self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int], before: int
     ) -> Tensor:
         logits, hidden = made.tensor_split([made.shape[1] - self.hidden_columns], 1)
         rows = slice(0, self.num_proposed)
         chosen = logits[rows].sort(dim=1, descending=True, stable=True).indices
         chosen, relative = chosen[:, : self.candidates], self.constants(0)[f"{self.name}_relative"]
         vectors = vectors_of(
-            lambda operator, *args, **kwargs: operator(*args, **kwargs),
+            run,
             self,
             weights.__getitem__,
             logits[rows],
@@ -161,10 +136,9 @@ class LiLiCorrDraft(BlockDraft):
         return scores
 
     def describe(self) -> str:
-        pass_, mask, *_ = super().describe().split(";")
         return (
-            f"{pass_};{mask}; a transformer of {self.num_layers} layers over the {self.candidates}"
-            " best tokens of each row scores what follows what"
+            f"{self.describe_pass()}; a transformer of {self.num_layers} layers over the"
+            f" {self.candidates} best tokens of each row scores what follows what"
         )
 
 

@@ -148,7 +148,7 @@ class OnePass(OnePassEntry, Drafter):
         """
 
     def logits_along(
-        self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int]
+        self, weights: Mapping[str, Tensor], made: Tensor, tokens: Sequence[int], before: int
     ) -> Tensor:
         """Logits [n, V] after the root and each of the tokens that came after it.
 
@@ -156,6 +156,7 @@ class OnePass(OnePassEntry, Drafter):
             weights: of the drafter.
             made: what its pass has returned.
             tokens: n of them, the root first.
+            before: the token before the root; the root itself where there is none.
         """
         return made[: len(tokens)]
 

@@ -12,6 +12,7 @@ from specc.close_name import close_name
 from specc.drafters import (
     assistant,
     block,
+    domino,
     eagle3,
     hydra,
     lilicorr,
@@ -23,10 +24,12 @@ from specc.drafters import (
     peagle,
     suffix,
     uno,
+    xpress,
 )
 from specc.drafters import self as self_draft
 from specc.drafters.assistant import AssistantDraft
 from specc.drafters.block import BlockDraft
+from specc.drafters.domino import DominoDraft
 from specc.drafters.drafter import Drafter
 from specc.drafters.facts import DrafterFacts
 from specc.drafters.feature_head import FeatureHead
@@ -38,6 +41,7 @@ from specc.drafters.model import ModelDraft
 from specc.drafters.one_pass import OnePass
 from specc.drafters.pard import PardDraft
 from specc.drafters.peagle import PeagleDraft
+from specc.drafters.xpress import XPressDraft
 from specc.errors import ConfigError, EngineError
 
 # all kinds, in the order in which people are told of them
@@ -50,6 +54,8 @@ ALL: tuple[DrafterFacts, ...] = (
     block.DSPARK_FACTS,
     block.DFLASH2_FACTS,
     lilicorr.FACTS,
+    domino.FACTS,
+    xpress.FACTS,
     medusa.FACTS,
     hydra.FACTS,
     hydra.PREFIX_FACTS,
@@ -64,9 +70,10 @@ _KINDS = {facts.kind: facts for facts in ALL}
 _MODEL = re.compile(rf"{PREFIX}\d+")
 # kinds of heads, and of drafts of one pass, that plans name; other heads are alike
 _HEADS: dict[str, type[ModelDraft]] = {assistant.FACTS.kind: AssistantDraft}
-_ONE_PASS = {
-    x.facts.kind: x for x in (HydraHeads, PrefixHydraHeads, PardDraft, PeagleDraft, LiLiCorrDraft)
-}
+_OWN_ENTRIES = (
+    HydraHeads, PrefixHydraHeads, PardDraft, PeagleDraft, LiLiCorrDraft, DominoDraft, XPressDraft,
+)  # fmt: skip
+_ONE_PASS = {x.facts.kind: x for x in _OWN_ENTRIES}
 # those that no model has to be compiled for; the last one is no name of a path
 _WITHOUT_MODEL = (suffix.Suffix, lookup.Lookup, uno.Uno, self_draft.SelfDraft)
 # of other programs

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import Tensor
+
 from specc.drafters.block import SELECTOR, VANILLA, BlockDraft
 from specc.drafters.lilicorr import LiLiCorrDraft
 from tests.block_heads import BLOCK_CASES, MASK, draw_tensors, write_block
@@ -31,11 +33,19 @@ class BlockRig(DraftRig):
         return write_block(path, BLOCK_CASES[case])
 
     def oracle(self, zoo: Zoo, case: str = "", number: int = 0) -> BlockOracle:
-        found = BLOCK_CASES[case or self.case]
         target = opened(write_target(zoo))
         ends = (target.get_input_embeddings(), target.get_output_embeddings())
         weights = (end.weight.detach() for end in ends)
-        return BlockOracle(target, BlockReference(found, draw_tensors(found), *weights), number)
+        return BlockOracle(target, self.reference(case or self.case, *weights), number)
+
+    def reference(self, case: str, *ends: Tensor) -> BlockReference:
+        """Formulas of a case.
+
+        Args:
+            ends: the target's embedding and head.
+        """
+        found = BLOCK_CASES[case]
+        return BlockReference(found, draw_tensors(found), *ends)
 
 
 class SparkRig(BlockRig):

@@ -98,6 +98,7 @@ class Outcome:
         variation_bound: what it stays under, but for one comparison in 1 / `FALSE_ALARM`.
         chi_square: Pearson's statistic; infinite where something impossible was put out.
         chi_square_bound: the same of it.
+        p_value: of the statistic; the bound stands at `FALSE_ALARM`.
         num_draws: sequences.
         accepted_per_step: draft tokens.
     """
@@ -106,6 +107,7 @@ class Outcome:
     variation_bound: float
     chi_square: float
     chi_square_bound: float
+    p_value: float
     num_draws: int
     accepted_per_step: float
 
@@ -307,6 +309,7 @@ def compare(tokens: Tensor, probs: Tensor, accepted_per_step: float) -> Outcome:
         variation_bound=spread + math.sqrt(-math.log(FALSE_ALARM) / (2 * n)),
         chi_square=chi_square,
         chi_square_bound=chi_square_bound(freedom),
+        p_value=p_value(chi_square, freedom),
         num_draws=n,
         accepted_per_step=accepted_per_step,
     )
@@ -332,6 +335,12 @@ def chi_square_bound(freedom: int) -> float:
     quantile = statistics.NormalDist().inv_cdf(1 - FALSE_ALARM)
     spread = 2 / (9 * freedom)
     return freedom * (1 - spread + quantile * math.sqrt(spread)) ** 3
+
+
+def p_value(chi_square: float, freedom: int) -> float:
+    """Probability that a right implementation has a statistic as large."""
+    half = torch.tensor([freedom / 2, chi_square / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1])) if freedom else 1.0
 
 
 def sampled_alone(world: World, values: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -370,6 +379,7 @@ def write_figures(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         "false_alarm": FALSE_ALARM,
         "largest_variation_over_bound": max(ratios[False]),
         "smallest_variation_over_bound_of_losing_schemes": min(ratios[True]),
+        "smallest_p_value": min(row["p_value"] for row in rows if not row.get("is_wrong")),
         "cases": rows,
     }
     path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

@@ -229,7 +229,7 @@ def _sure(operators: Any, world: World, state: State, is_wrong: bool) -> Proposa
 
 def _random_input(operators: Any, world: World, state: State, is_wrong: bool) -> Proposals:
     """A draft that reads a random token, drawn by the noise that verification draws with."""
-    seed, place = state.words[:, Word.SEED, None], state.cache_len[:, None] + 1
+    seed, place = state.words[:, Word.SEED, None], state.cache_len.long()[:, None] + 1
     ids = torch.arange(world.target.shape[-1])
     seed = seed if is_wrong else seed + (1 << 40)
     read = gumbel_reference(seed, place, ids).argmax(dim=1)

@@ -117,9 +117,23 @@ class BlockOracle:
                 found = q.view(len(requests), -1, q.shape[-1])[b].expand(len(nodes), -1)
                 for row, node in zip(found, nodes, strict=True):
                     path = [tokens[i] for i in path_to(tree, node)]
-                    wanted = self.reference.after(taps, tokens[0], path)
+                    wanted = self.after(request, taps, tokens[0], path)
                     torch.testing.assert_close(row, wanted, **CLOSE)
                     self.num_nodes += 1
+
+    def after(self, request: Request, taps: Tensor, anchor: int, path: Sequence[int]) -> Tensor:
+        """[V] logits of the children of a node."""
+        found: Tensor = self.reference.after(taps, anchor, path)
+        return found
+
+    def left(self, taps: Tensor, anchor: int, count: int, columns: int) -> Tensor:
+        """[count, columns] that a pass leaves: logits, and where they are read, hidden states."""
+        wanted: Tensor = self.reference.proposed(taps, anchor)[:count]
+        if columns > wanted.shape[1]:
+            first = 0 if self.reference.case.from_anchor else 1
+            hidden = self.reference.hidden(taps, anchor)[first:]
+            wanted = torch.cat([wanted, hidden[:count]], 1)
+        return wanted
 
     def _look(self, core: EngineCore, given: Sequence[Any], logits: Tensor) -> None:
         q_start, cache_len, table, logit_rows = given[2], given[4], given[6], given[7]
@@ -143,12 +157,7 @@ class BlockOracle:
                 context = rows.pop()[-self.reference.case.width :]
                 for known in self.reference.context(taps)[-1:]:
                     torch.testing.assert_close(context, known, **CLOSE)
-            wanted = self.reference.proposed(taps, request.token_ids[-1])[: len(rows)]
-            if logits.shape[1] > wanted.shape[1]:
-                # hidden states come after the logits
-                first = 0 if self.reference.case.from_anchor else 1
-                hidden = self.reference.hidden(taps, request.token_ids[-1])[first:]
-                wanted = torch.cat([wanted, hidden[: len(rows)]], 1)
+            wanted = self.left(taps, request.token_ids[-1], len(rows), logits.shape[1])
             torch.testing.assert_close(torch.stack(rows), wanted, **CLOSE)
             self.num_passes += 1
 

@@ -35,6 +35,7 @@ from tests.kernels.distribution import (
     Outcome,
     chi_square_bound,
     compare,
+    p_value,
 )
 
 PROMPT = (3, 0, 4, 1, 5, 2, 2)
@@ -65,6 +66,7 @@ class Acceptance:
     expected: float
     chi_square: float
     bound: float
+    p_value: float
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,7 @@ class Exact:
             expected=wanted,
             chi_square=statistic,
             bound=chi_square_bound(freedom),
+            p_value=p_value(statistic, freedom),
         )
 
     def survival(
@@ -340,6 +343,8 @@ def collect_draws(path: Path, num_cases: int) -> Iterator[list[dict[str, Any]]]:
         "largest_chi_square_of_acceptance_over_bound": max(
             one["chi_square"] / one["bound"] for one in depths
         ),
+        "smallest_p_value": min(row["outcome"]["p_value"] for row in rows),
+        "smallest_p_value_of_acceptance": min(one["p_value"] for one in depths),
         "cases": rows,
     }
     path.parent.mkdir(exist_ok=True)

@@ -5,7 +5,6 @@ The slow tier leaves its figures in build/head_distribution.json.
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,11 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specc.compiler.build import build
 from specc.config import CompileConfig
+from specc.drafters.registry import drafters_of
 from specc.passes.drafters.lattice import Lattice
 from specc.passes.drafters.path_score import wide
 from specc.passes.step import draft_levels
@@ -27,134 +26,47 @@ from specc.runtime.engine import Engine
 from specc.sampling.rows import Rule
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
-from tests.assistants import (
-    ASSISTANT_CASES,
-    AssistantReference,
-    TargetRows,
-    write_assistant,
-)
-from tests.assistants import draw_tensors as draw_assistant
-from tests.block_heads import BLOCK_CASES, write_block
-from tests.block_heads import draw_tensors as draw_block
-from tests.block_reference import BlockReference
+from tests.block_heads import write_block
 from tests.draft_kinds.mtp import with_module
-from tests.draft_kinds.pard import PardReference
-from tests.draft_kinds.peagle import PEAGLE_CASES, PeagleReference, Read, draw_peagle, write_peagle
-from tests.draft_kinds.test_hydra import HYDRA_CASES, HydraReference, write_hydra
-from tests.draft_kinds.test_hydra import draw_tensors as draw_hydra
-from tests.head_reference import Reference, hidden_states
-from tests.heads import CASES, WIDTH, write_head
-from tests.heads import draw_tensors as draw_head
-from tests.kernels.distribution import VOCAB
-from tests.lilicorr_reference import LiLiCorrCase
+from tests.kept import content_hash
 from tests.lossless import Zoo
-from tests.medusa_heads import MEDUSA_CASES, MedusaReference, write_medusa
-from tests.medusa_heads import draw_tensors as draw_medusa
-from tests.mtp import MtpReference, write_target
+from tests.mtp import write_target
+from tests.runtime.drawn_heads import (
+    ASSISTANTS,
+    BLOCKS,
+    DOMINOS,
+    FITTED,
+    JETSPEC,
+    KINDS,
+    MTP,
+    PARD,
+    PEAGLES,
+    SIZES,
+    UNO,
+    UNO_DRAFT,
+    VOCAB,
+    XPRESSES,
+    head_of,
+    write_draft,
+)
 from tests.runtime.head_draws import (
     PROMPT,
     Exact,
-    Head,
     accepted_by,
     collect_draws,
     draw,
-    fitted,
     row_of,
 )
 from tests.runtime.head_rig import BUDGET, CHAIN, DYNAMIC, TREE, load, options
 
-LAYERS, PLACES = 4, (2, 3)
-# kind → a head with logits for some of the target's tokens, where the layout has that
-HEADS = {
-    "eagle3": replace(
-        CASES["speculators-3.1"],
-        rows=4,
-        vocab=VOCAB,
-        boundaries=PLACES,
-        config={"norm_output": True, "eagle_aux_hidden_state_layer_ids": list(PLACES)},
-    )
-}
-# likes what the target does: whatever it reads in place of what it has to, it proposes worse tokens
-FITTED = "eagle3-fitted"
-HEADS[FITTED] = HEADS["eagle3"]
-BLOCKS = {
-    "dflash": replace(
-        BLOCK_CASES["z-lab"],
-        rows=VOCAB,
-        vocab=VOCAB,
-        boundaries=PLACES,
-        config={"num_target_layers": LAYERS, "block_size": 5},
-    ),
-    "dspark": replace(BLOCK_CASES["dspark-speculators"], rows=4, vocab=VOCAB, boundaries=PLACES),
-    # what is added for the token before depends on a row's hidden state, or on all tokens before
-    "dspark-gated": replace(
-        BLOCK_CASES["dspark-gated"],
-        rows=VOCAB,
-        vocab=VOCAB,
-        boundaries=PLACES,
-        config={"num_target_layers": LAYERS, "block_size": 4},
-    ),
-    "dspark-rnn": replace(BLOCK_CASES["dspark-rnn"], rows=4, vocab=VOCAB, boundaries=PLACES),
-    # among some tokens of each row alone, by the token before, or by which of them it is
-    "dflash2": replace(
-        BLOCK_CASES["dflash2"],
-        rows=VOCAB,
-        vocab=VOCAB,
-        boundaries=PLACES,
-        candidates=4,
-        config={"is_causal": False, "num_target_layers": LAYERS},
-    ),
-    "lilicorr": replace(
-        BLOCK_CASES["lilicorr"],
-        rows=VOCAB,
-        vocab=VOCAB,
-        boundaries=PLACES,
-        lilicorr=LiLiCorrCase(width=12, layers=2, heads=3, scale=1.5),
-        config={"block_size": 5, "num_target_layers": LAYERS},
-    ),
-}
-MEDUSA = "medusa"
-# with logits for some of the target's tokens, of rows in another order
-MEDUSAS = {MEDUSA: replace(MEDUSA_CASES["vllm"], kept=4, rows=4, vocab=VOCAB, boundaries=(LAYERS,))}
-MTP = "glm4_moe"
-# heads that read the tokens drafted before, and the hidden states of all tokens
-HYDRAS = {
-    "hydra": replace(HYDRA_CASES["mlp"], vocab=VOCAB, boundaries=(LAYERS,)),
-    "hydra_prefix": replace(HYDRA_CASES["prefix"], vocab=VOCAB, boundaries=(LAYERS,)),
-}
-# reads tokens and masks alone; its mask is none of the target's ids
-PARD = "pard"
-PARD_SIZES = {
-    "hidden_size": WIDTH, "intermediate_size": 48, "head_dim": 8, "vocab_size": VOCAB + 2,
-    "pard_token": VOCAB + 1,
-}  # fmt: skip
-# the mask is one of the target's ids, as all that it reads are
-PEAGLES = {
-    "peagle": replace(
-        PEAGLE_CASES["speculators-peagle"],
-        rows=4,
-        vocab=VOCAB,
-        boundaries=PLACES,
-        config={
-            **PEAGLE_CASES["speculators-peagle"].config,
-            "eagle_aux_hidden_state_layer_ids": list(PLACES),
-            "mask_token_id": VOCAB - 1,
-        },
-    )
-}
-# over the target's own cache
-ASSISTANTS = {"gemma4_assistant": replace(ASSISTANT_CASES["llama"], vocab=VOCAB)}
-KINDS = ("eagle3", "mtp", *BLOCKS, MEDUSA, *HYDRAS, PARD, *PEAGLES, *ASSISTANTS)
 PLANS = (CHAIN, TREE, DYNAMIC, BUDGET)
 BATCH = 64
 NUM_DRAWS = 20_000
-# of kinds whose pass says which tokens may follow: to leave one out is to bias
 MANY_DRAWS = 200_000
+# whose pass says which tokens may follow: to leave one out is to bias
 OF_CANDIDATES = ("dflash2", "lilicorr")
-SIZES = {
-    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "vocab_size": VOCAB,
-}  # fmt: skip
+# of which there are many draws
+MANY = (JETSPEC, *OF_CANDIDATES, *DOMINOS, *XPRESSES, PARD, *PEAGLES, *ASSISTANTS, UNO)
 CASES_OF_ALL = [
     (kind, plan, rule)
     for kind in KINDS
@@ -203,38 +115,26 @@ def target_of(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="module")
 def engine_of(
-    zoo: Zoo, checkpoint: Callable[[str], Path], target_of: Callable[[str], Any]
+    zoo: Zoo, checkpoint: Callable[[str], Path], draft_of: Callable[[str], Path]
 ) -> Callable[..., Engine]:
-    def write(kind: str, path: Path) -> object:
-        if kind in BLOCKS:
-            return write_block(path, BLOCKS[kind])
-        if kind in MEDUSAS:
-            return write_medusa(path, MEDUSAS[kind])
-        if kind in HYDRAS:
-            return write_hydra(path, HYDRAS[kind])
-        if kind in PEAGLES:
-            return write_peagle(path, PEAGLES[kind])
-        if kind == PARD:
-            return models.save_tiny("qwen3", path, 31, **PARD_SIZES)
-        if kind in ASSISTANTS:
-            return write_assistant(path, ASSISTANTS[kind])
-        write_head(path, HEADS[kind])
-        if kind == FITTED:
-            tensors = tensors_of(kind, target_of(kind))
-            save_file(tensors, path / "model.safetensors")
-        return path
+    def with_adapter(target: Path, _: object, path: Path, config: CompileConfig) -> None:
+        build(target, (), path, replace(config, lora=(f"a0={draft_of(UNO)}",)))
 
     def make(kind: str, backend: str = "cpu", plans: tuple[SpecPlan, ...] = PLANS) -> Engine:
-        target, config = checkpoint(kind), config_of(backend=backend, plans=plans)
+        target, how = checkpoint(kind), {}
+        heads: Any = ()
         if kind == "mtp":
-            build = {"builder": with_module, "key": ("mtp",)}
-            heads: Any = ()
+            how = {"builder": with_module, "key": ("mtp",)}
+        elif kind == UNO:
+            how = {"builder": with_adapter, "key": (UNO, content_hash(draft_of(UNO)))}
+            plans = tuple(replace(plan, drafters=drafters_of(UNO_DRAFT)) for plan in plans)
         else:
-            build, heads = {}, zoo.once(f"drawn-{kind}", lambda path: write(kind, path))
+            heads = draft_of(kind)
+        config = config_of(backend=backend, plans=plans)
         return load(
             zoo.once(
                 f"drawn-{kind}-{backend}-{len(plans)}",
-                lambda path: engines.build(target, heads, path, config, **build),
+                lambda path: engines.build(target, heads, path, config, **how),
             )
         )
 
@@ -242,69 +142,29 @@ def engine_of(
 
 
 @pytest.fixture(scope="module")
-def exact_of(target_of: Callable[[str], Any]) -> Callable[[str], Exact]:
+def draft_of(zoo: Zoo, target_of: Callable[[str], Any]) -> Callable[[str], Path]:
+    def make(kind: str) -> Path:
+        return zoo.once(
+            f"drawn-{kind}", lambda path: write_draft(kind, path, lambda: target_of(kind))
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def exact_of(
+    target_of: Callable[[str], Any], draft_of: Callable[[str], Path]
+) -> Callable[[str], Exact]:
     known: dict[str, Exact] = {}
 
     def make(kind: str) -> Exact:
         if kind not in known:
             target = target_of(kind)
-            known[kind] = Exact(target, head_of(kind, target))
+            adapter = draft_of(UNO) if kind == UNO else None
+            known[kind] = Exact(target, head_of(kind, target, adapter))
         return known[kind]
 
     return make
-
-
-def tensors_of(kind: str, target: Any) -> dict[str, Tensor]:
-    """Of a head's checkpoint."""
-    tensors = draw_head(HEADS[kind])
-    return fitted(HEADS[kind], tensors, target) if kind == FITTED else tensors
-
-
-def head_of(kind: str, target: Any) -> Head:
-    """Logits of a reference of the head: by formulas, or by transformers."""
-    ends = (target.get_input_embeddings(), target.get_output_embeddings())
-    embedding, head = (end.weight.detach() for end in ends)
-    if kind == PARD:
-        model = PardReference(models.build_model("qwen3", 31, **PARD_SIZES), VOCAB)
-        return lambda tokens, path: model.after(torch.tensor(tokens[:-1]), tokens[-1], path)
-    if kind in PEAGLES:
-        masked = PeagleReference(PEAGLES[kind], draw_peagle(PEAGLES[kind]), embedding)
-
-        def logits_of_masks(tokens: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
-            taps = hidden_states(target, tokens[:-1], masked.case.boundaries)
-            return masked.after(Read(taps, list(tokens)), tokens[-1], path)
-
-        return logits_of_masks
-    if kind in ASSISTANTS:
-        case, rows = ASSISTANTS[kind], TargetRows(copy.deepcopy(target).double())
-        assistant = AssistantReference(case, draw_assistant(case), rows)
-        return lambda tokens, path: assistant.logits(tokens, path).float()
-    if kind not in ("mtp", *HEADS):
-        block: Any
-        if kind in MEDUSAS:
-            block = MedusaReference(MEDUSAS[kind], draw_medusa(MEDUSAS[kind]))
-        elif kind in HYDRAS:
-            block = HydraReference(HYDRAS[kind], draw_hydra(HYDRAS[kind]), embedding)
-        else:
-            block = BlockReference(BLOCKS[kind], draw_block(BLOCKS[kind]), embedding, head)
-        boundaries = block.case.boundaries
-
-        def logits(tokens: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
-            taps = hidden_states(target, tokens[:-1], boundaries)
-            return block.after(taps, tokens[-1], path)
-
-        return logits
-    reference: Reference | MtpReference
-    if kind == "mtp":
-        reference = MtpReference(target, MTP)
-    else:
-        reference = Reference(HEADS[kind], tensors_of(kind, target), embedding)
-
-    def logits_of_rows(tokens: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
-        taps = hidden_states(target, tokens[:-1], reference.case.boundaries)
-        return reference.logits(taps, tokens, path)
-
-    return logits_of_rows
 
 
 def check(
@@ -352,16 +212,6 @@ def test_a_model_that_reads_masks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", Rule, ids=ids)
-@pytest.mark.parametrize("kind", [PARD, *PEAGLES])
-def test_many_draws_of_masks(
-    engine_of: Callable[..., Engine], exact_of: Callable[[str], Exact], kind: str, rule: Rule
-) -> None:
-    for plan in (TREE, BUDGET):
-        check(engine_of(kind), exact_of(kind), kind, plan, rule, 10 * NUM_DRAWS)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "plan", "rule"), CASES_OF_ALL, ids=ids)
 def test_every_case(
     engine_of: Callable[..., Engine],
@@ -371,7 +221,7 @@ def test_every_case(
     plan: SpecPlan,
     rule: Rule,
 ) -> None:
-    num = MANY_DRAWS if kind in OF_CANDIDATES else NUM_DRAWS
+    num = MANY_DRAWS if kind in MANY else NUM_DRAWS
     figures.append(check(engine_of(kind), exact_of(kind), kind, plan, rule, num))
 
 

@@ -7,17 +7,13 @@ bits of outputs with those of plain decoding, and by rows of the cache with thos
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from specc.compiler import build as compiler
@@ -29,7 +25,7 @@ from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
 from specc.speculation.dynamic_tree import BudgetTree
 from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
-from tests.adapters import ATTENTION
+from tests.adapters import ATTENTION, adapted
 from tests.lossless import Zoo
 from tests.runtime.head_rig import CLOSE, owner_of
 from tests.runtime.test_adapters import Rig, bits, options, params, prompts
@@ -70,33 +66,6 @@ def load(path: Path) -> Engine:
         for slab in slabs:
             slab.normal_(0.0, 30.0)
     return engine
-
-
-@contextlib.contextmanager
-def adapted(model: Any, adapters: dict[int, Path], rows: Tensor) -> Iterator[None]:
-    """Let projections of a model add the term of each row's adapter, -1 for none."""
-    handles = []
-    modules = dict(model.named_modules())
-    for number, path in adapters.items():
-        config = json.loads((path / "adapter_config.json").read_text("utf-8"))
-        tensors = load_file(path / "adapter_model.safetensors")
-        for key, down in tensors.items():
-            name, found, _ = key.removeprefix("base_model.model.").partition(".lora_A")
-            if not found:
-                continue
-            up, scale = tensors[key.replace("lora_A", "lora_B")], config["lora_alpha"] / len(down)
-
-            def add(_: Any, x: Any, out: Tensor, own: Any = (number, scale, down, up)) -> Tensor:
-                number, scale, down, up = own
-                term = scale * (x[0] @ down.T) @ up.T
-                return out + (rows == number)[None, :, None] * term
-
-            handles.append(modules[name].register_forward_hook(add))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class PassOracle:

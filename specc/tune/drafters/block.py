@@ -77,6 +77,7 @@ def block_chains(
             fed = tokens[root : min(root + depth, last)]
             inputs = block.pass_inputs(tokens[read : root + 1], root, table, depth)
             made = drafter(*(None if x is None else x.to(engine.cache.device) for x in inputs))
-            logits.append(block.logits_along(drafter.weights, made, fed))
+            before = tokens[max(root - 1, 0)]
+            logits.append(block.logits_along(drafter.weights, made, fed, before))
             read = root
     return ranks_of_chains(engine, logits, trajectory, roots, width, depth)

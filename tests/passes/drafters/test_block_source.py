@@ -168,7 +168,7 @@ def top(**values):
         ("z-lab", nested(attention_value_scale=2.0), "dflash_config.attention_value_scale is 2.0"),
         ("z-lab", nested(use_swa=True), "use_swa is True"),
         ("z-lab", nested(attention_sink_bias=True), "attention_sink_bias is True"),
-        ("z-lab", nested(projector_type="domino"), "projector_type is 'domino'"),
+        ("z-lab", nested(projector_type="domino"), "no shift_label"),
         ("z-lab", nested(selector_rank=8), "selector_rank is 8"),
         ("z-lab-causal", top(sliding_window=4), "a window of 4 rows, and blocks of 5"),
         ("z-lab-mixed", top(block_size=64, sliding_window=64), "layers that differ in what a row"),

@@ -114,6 +114,8 @@ def in_turn() -> list[Any]:
     "dspark-dspark-rnn-tree-2-2-1",
     "dflash2-dflash2-tree-2-2-1",
     "lilicorr-lilicorr-tree-2-2-1",
+    "domino-domino-tree-2-2-1",
+    "xpress-xpress-tree-2-2-1",
     "eagle3-safeailab-narrow-tree-2-2-1",
     "eagle3-safeailab-narrow-dynamic-6-3-3",
     "medusa-vllm-tree-2-2-1",
@@ -146,7 +148,7 @@ def test_logits_and_rows(rig: DraftRig, plan: SpecPlan, zoo: Zoo) -> None:
 
 
 @pytest.mark.slow
-@rigs(cases=lambda rig: rig.kind in ("dspark", "dflash2", "lilicorr", "hydra"))
+@rigs(cases=lambda rig: rig.kind in ("dspark", "dflash2", "lilicorr", "domino", "xpress", "hydra"))
 def test_children_of_a_wide_tree(rig: DraftRig, zoo: Zoo) -> None:
     """Of every node, where they depend on the path to it."""
     path = rig.engine(zoo, label="wide", plans=(WIDE,))

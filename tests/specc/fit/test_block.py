@@ -215,8 +215,13 @@ def test_scores_of_candidates_learn_what_is_likely_among_them(target: Target, sc
                 float((hits * there).sum() / there.sum().clamp_min(1)), abs=0.2
             )
             weights = torch.where(hits.bool(), weights, 0.25 * torch.ones(()))
+        # no step knows the hidden states of an anchor
+        taps = texts.taps.clone()
+        taps[0, [6, 8, 11]], taps[1, [7, 10]] = 9.0, 9.0
+        again, _ = candidate_losses(drafter, known, replace(texts, taps=taps), anchors, goal)
     assert missing
     assert total.item() == pytest.approx(expected, rel=0.03)
+    assert again.item() == total.item()
 
 
 @pytest.mark.parametrize("score", [MARKOV, SELECTOR])

@@ -34,12 +34,14 @@ from specc.tune.drafters.block import block_acceptance, block_chains
 from specc.tune.options import TuneOptions
 from specc.tune.run import _Readers, tune
 from tests.draft_kinds.block import RIGS as BLOCKS
+from tests.draft_kinds.domino import RIGS as DOMINOS
 from tests.draft_kinds.medusa import RIGS as MEDUSAS
 from tests.draft_kinds.pard import RIGS as PARDS
 from tests.draft_kinds.peagle import RIGS as PEAGLES
 from tests.draft_kinds.peagle import Read
 from tests.draft_kinds.rig import DraftRig
 from tests.draft_kinds.test_hydra import RIGS as HYDRAS
+from tests.draft_kinds.xpress import RIGS as XPRESSES
 from tests.head_reference import hidden_states
 from tests.lossless import Zoo
 from tests.specc.tune.runs import LENGTH, PROMPT, drawn
@@ -70,7 +72,8 @@ def compiled(zoo: Zoo, target: Path) -> Callable[[str], Path]:
 
 def rig_of(name: str) -> DraftRig:
     """What has a case of this name, of those that propose all levels in one pass."""
-    return next(rig for rig in (*BLOCKS, *MEDUSAS, *HYDRAS, *PARDS, *PEAGLES) if name in rig.cases)
+    every = (*BLOCKS, *DOMINOS, *XPRESSES, *MEDUSAS, *HYDRAS, *PARDS, *PEAGLES)
+    return next(rig for rig in every if name in rig.cases)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +85,8 @@ def rig_of(name: str) -> DraftRig:
         pytest.param("dspark-rnn", marks=pytest.mark.slow),
         pytest.param("dflash2", marks=pytest.mark.slow),
         pytest.param("lilicorr", marks=pytest.mark.slow),
+        pytest.param("domino", marks=pytest.mark.slow),
+        pytest.param("xpress", marks=pytest.mark.slow),
         "vllm",
         "prefix",
         pytest.param("mlp", marks=pytest.mark.slow),
@@ -115,7 +120,8 @@ def test_chains_are_those_of_steps(name: str, compiled: Callable[[str], Path], z
                 known: Any = taps[:root]
                 if name in PEAGLES[0].cases:
                     known = Read(known, tokens)
-                logits = reference.after(known, tokens[root], path)
+                more = (tokens[root - 1],) if name in XPRESSES[0].cases else ()
+                logits = reference.after(known, tokens[root], path, *more)
                 count = min(CHILDREN, block.candidates or CHILDREN)
                 ids = logits.topk(count).indices.tolist()
                 wanted = tokens[root + level + 1]
