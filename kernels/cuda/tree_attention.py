@@ -77,13 +77,23 @@ def tree_attention(
     cache_len: Tensor,
     ancestors: Tensor | None,
     block_table: Tensor,
-    *of_heads: Tensor | None,
+    sink_logits: Tensor | None = None,
+    slopes: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    sink: int = 0,
+    softcap: float = 0.0,
+    rounds_bias: bool = False,
     most_rows: int = 0,
-    **options: Any,
+    chunk: int = 0,
 ) -> Tensor:
     """`specc::tree_attention` of graphs that no pass has split: two launches and more."""
     # no pass makes graphs for this device so: `expands_prompts` of its facts
     assert not most_rows, "no rows that are expanded on this device"
     write_kv(k, v, k_cache, v_cache, q_start, slot, block_table)
     places = q_start, position, slot, cache_len, ancestors, block_table
-    return attend(q, k_cache, v_cache, *places, *of_heads, **options)
+    return attend(
+        q, k_cache, v_cache, *places, sink_logits, slopes, scale=scale, window=window, sink=sink,
+        softcap=softcap, rounds_bias=rounds_bias, chunk=chunk,
+    )  # fmt: skip

@@ -50,7 +50,8 @@ def test_attention_keeps_what_it_has(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["mpt", pytest.param("bloom", marks=pytest.mark.slow), "llama4_text", "gemma2"]
+    "name",
+    ["mpt", pytest.param("bloom", marks=pytest.mark.slow), "llama4_text", "gemma2", "gpt_oss"],
 )
 def test_replayed_steps_equal_generate(zoo: Zoo, device, name: str) -> None:
     """Captured graphs, with the oracles of the operators."""
