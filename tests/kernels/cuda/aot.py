@@ -79,9 +79,7 @@ class Usage:
     tensor_core: int
 
 
-def items(
-    module: str, capability: int, chunk: int = 0, beside: Collection[str] = ()
-) -> list[Any]:
+def items(module: str, capability: int, chunk: int = 0, beside: Collection[str] = ()) -> list[Any]:
     """What a file ships for a capability.
 
     Args:
