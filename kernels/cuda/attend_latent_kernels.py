@@ -16,7 +16,6 @@ import triton.language as tl
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.attend_latent_merge import merge_columns, store_columns
 from specc.kernels.cuda.attend_merge import GROUP
-from specc.kernels.cuda.attend_rows import find_rows, load_keys
 from specc.kernels.cuda.attend_softmax import LOG2E, capped, start_softmax, take_scores
 from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits
 from specc.kernels.cuda.attend_visits import extend_share, find_bounds, find_end, share_blocks
@@ -31,6 +30,18 @@ def _load_queries(p_q, o_c, m_row, first, width):
         mask=m_row[:, None] & (o_c < width)[None, :],
         other=0.0,
     )
+
+
+@triton.jit
+def _load_columns(p_row, o_c, m_key, first, width, FULL: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Columns first + o_c of rows of the cache; masks are spared where nothing is to be masked."""
+    p = p_row[:, None] + (first + o_c)[None, :]
+    if IS_MASKED:
+        return tl.load(p, mask=m_key[:, None] & (o_c < width)[None, :], other=0.0)
+    elif FULL:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=(o_c < width)[None, :], other=0.0)
 
 
 @triton.jit
@@ -56,8 +67,9 @@ def _scores(
         for i in tl.static_range(0, BQ, BC):
             o_c = tl.arange(0, BC)
             b_part = _load_queries(p_q, o_c, m_row, first + i, WIDTH - i)
-            p = p_row[:, None] + (first + i)
-            b_own = load_keys(p, o_c, m_key, WIDTH - i, BC, IS_MASKED)
+            b_own = _load_columns(
+                p_row, o_c, m_key, first + i, WIDTH - i, WIDTH - i >= BC, IS_MASKED
+            )
             b_s = tl.dot(b_part, tl.trans(b_own), b_s, input_precision="ieee")
     return b_s
 
@@ -105,11 +117,18 @@ def _attend_block(
     o_key = i_key + o_n  # [BN]
     m_key = o_key < end
 
-    i_row, _, o_row, _ = find_rows(
-        p_table, i_key, o_n, m_key, num_blocks, block_size,
-        stride_kb, stride_ks, stride_kb, stride_ks, PAGE,
-    )  # fmt: skip
-    p_row = k_cache + i_row + o_row  # [BN]
+    if PAGE == 0:
+        # the whole block lies in one page
+        i_page = i_key // block_size
+        i_row = tl.load(p_table + i_page)
+        # what a broken table names stays inside the cache
+        i_row = tl.minimum(tl.maximum(i_row, 0), num_blocks - 1).to(tl.int64)
+        i_slot = (i_key - i_page * block_size).to(tl.int64)
+        p_row = k_cache + i_row * stride_kb + i_slot * stride_ks + o_n * stride_ks
+    else:
+        b_row = tl.load(p_table + o_key // PAGE, mask=m_key, other=0)
+        b_row = tl.minimum(tl.maximum(b_row, 0), num_blocks - 1).to(tl.int64)
+        p_row = k_cache + b_row * stride_kb + (o_key % PAGE) * stride_ks  # [BN]
 
     m_own = m_key
     m_s = m_key[None, :]
@@ -125,14 +144,15 @@ def _attend_block(
         # rows that nobody sees may be NaN, and 0 · NaN is NaN: they are never read
         m_own = tl.max((m_s & m_live[:, None]).to(tl.int32), 0) > 0
     IS_WIDE: tl.constexpr = R > BR
-    o_c = tl.arange(0, BR)
-    b_c = load_keys(p_row[:, None], o_c, m_own, R, BR, IS_MASKED)  # [BN, BR]
+    b_c = _load_columns(p_row, tl.arange(0, BR), m_own, 0, R, R >= BR, IS_MASKED)  # [BN, BR]
     b_c_2 = b_c
     if IS_WIDE:
-        b_c_2 = load_keys(p_row[:, None] + BR, o_c, m_own, R - BR, BR, IS_MASKED)
+        b_c_2 = _load_columns(
+            p_row, tl.arange(0, BR), m_own, BR, R - BR, R == 2 * BR, IS_MASKED
+        )  # fmt: skip
     b_k = b_c
     if BC >= BS:
-        b_k = load_keys(p_row[:, None] + R, tl.arange(0, BS), m_own, S, BS, IS_MASKED)
+        b_k = _load_columns(p_row, tl.arange(0, BS), m_own, R, S, S == BS, IS_MASKED)
     b_s = tl.zeros([b_l.shape[0], BN], tl.float32)
     b_s = _scores(b_qs, p_q, p_row, b_k, b_s, m_row, m_own, R, S, BS, BC, IS_MASKED)
     b_s = _scores(b_q, p_q, p_row, b_c, b_s, m_row, m_own, 0, R, BR, BC, IS_MASKED)
