@@ -17,6 +17,7 @@ from torch import Tensor
 from specc.kernels.cuda import attend_few, attend_wide
 from specc.kernels.cuda.attend_call import (
     DTYPES,
+    NOTHING_BESIDE,
     PLACES,
     SEARCH,
     SHIPPED_PAGES,
@@ -27,7 +28,8 @@ from specc.kernels.cuda.attend_call import (
     signature,
 )
 from specc.kernels.cuda.attend_config import AttendConfig, config, for_chunks, machine
-from specc.kernels.cuda.attend_kernels import NO_WINDOW, attend_kernel
+from specc.kernels.cuda.attend_kernels import attend_kernel
+from specc.kernels.cuda.attend_visits import NO_WINDOW
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
@@ -49,11 +51,13 @@ def attend(
     cache_len: Tensor,
     ancestors: Tensor | None,
     block_table: Tensor,
+    sink_logits: Tensor | None = None,
     slopes: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
     sink: int = 0,
+    softcap: float = 0.0,
     rounds_bias: bool = False,
     chunk: int = 0,
     num_splits: int | None = None,
@@ -65,45 +69,34 @@ def attend(
     """
     call = AttendCall(
         q, k_cache, v_cache, v_cache.shape[3], q_start, position, slot, cache_len, ancestors,
-        block_table, scale, window, sink, num_splits,
+        block_table, scale, window, sink, num_splits, sink_logits, softcap, slopes, rounds_bias,
+        chunk,
     )  # fmt: skip
     _check(call)
-    if slopes is not None and (slopes.dtype, slopes.shape) != (torch.float32, q.shape[:1]):
-        raise ValueError(
-            f"attend: found slopes {slopes.dtype} {tuple(slopes.shape)}; needed float32"
-            f" [{call.num_heads}]"
-        )
-    if chunk < 0:
-        raise ValueError(f"attend: found a chunk of {chunk}; needed 0 or more positions")
     out = q.new_empty(call.num_tokens, call.num_heads, call.value_dim)
     if call.num_tokens == 0 or call.num_seqs == 0:
         return out.zero_().transpose(0, 1)
 
     capability, num_sms = machine(q.device)
     found = q, v_cache, block_table, window, capability
-    beside: dict[str, Any] = {}
-    if slopes is not None:
-        beside |= {"slopes": slopes, "ROUNDS": rounds_bias}
-    if chunk:
-        beside["CHUNK"] = chunk
-    if beside:
-        _launch(call, out, capability, num_sms, beside)
+    if slopes is not None or chunk:
+        _launch(call, out, capability, num_sms)
     elif (wide := attend_wide.find(*found)) is not None:
         attend_wide.launch(wide, call, out, num_sms)
     elif (few := attend_few.find(*found)) is not None:
         attend_few.launch(few, call, out, num_sms)
     else:
-        _launch(call, out, capability, num_sms, beside)
+        _launch(call, out, capability, num_sms)
     return out.transpose(0, 1)
 
 
-def _launch(
-    call: AttendCall, out: Tensor, capability: int, num_sms: int, beside: dict[str, Any]
-) -> None:
-    """Launch the kernel for all batches; `out` [Nt, H, DV] is written.
-
-    `beside` has the arguments of slopes and chunks; it is empty where there are none.
-    """
+def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> None:
+    """Launch the kernel for all batches; `out` [Nt, H, DV] is written."""
+    beside: dict[str, Any] = dict(call.beside)
+    if call.slopes is not None:
+        beside |= {"slopes": call.slopes, "ROUNDS": call.rounds_bias}
+    if call.chunk:
+        beside["CHUNK"] = call.chunk
     rows, dtype = call.mean_rows, call.q.dtype
     c = config(dtype, max(call.head_dim, call.value_dim), rows, capability)
     c = for_chunks(c) if "CHUNK" in beside else c
@@ -164,6 +157,8 @@ def _check(call: AttendCall) -> None:
             f"attend: found {call.num_heads} query heads on {call.num_kv_heads} KV heads; needed a"
             " multiple"
         )
+    if call.chunk < 0:
+        raise ValueError(f"attend: found a chunk of {call.chunk}; needed 0 or more positions")
     call.check_places()
 
 
@@ -217,6 +212,7 @@ def _shipped_attend(
             **_sizes(dtype, head_dim, head_dim, c),
             "PAGE": page,
             "IS_TREE": is_tree,
+            **NOTHING_BESIDE,
             "slopes": None,
             "ROUNDS": False,
             "CHUNK": chunk,

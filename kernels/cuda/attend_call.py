@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ STRIDES = (
     "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
     "stride_vb", "stride_vs", "stride_vh",
 )  # fmt: skip
+# what every kernel takes beside what every call has, of calls that have none of it
+NOTHING_BESIDE: Mapping[str, None] = {"sinks": None, "softcap": None}
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class AttendCall:
         window: 0 is no limit.
         sink: first keys that no window cuts.
         num_splits: of the keys of every tile; None: chosen by lengths.
+        sink_logits: [H] scores without values in the dtype of q, or None.
+        softcap: of scores; 0 is none.
+        slopes: [H] float32, or None.
+        rounds_bias: positions and their products with slopes are bfloat16.
+        chunk: positions; 0 is no limit.
     """
 
     q: Tensor
@@ -65,6 +73,11 @@ class AttendCall:
     window: int
     sink: int
     num_splits: int | None
+    sink_logits: Tensor | None = None
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    rounds_bias: bool = False
+    chunk: int = 0
 
     @property
     def num_heads(self) -> int:
@@ -131,6 +144,16 @@ class AttendCall:
             self.q_start if self.ancestors is None else self.ancestors,
             self.block_table, self.scale,
         )  # fmt: skip
+
+    @property
+    def beside(self) -> dict[str, Tensor | float]:
+        """Those of `NOTHING_BESIDE` that the call has."""
+        found: dict[str, Tensor | float] = {}
+        if self.sink_logits is not None:
+            found["sinks"] = self.sink_logits
+        if self.softcap:
+            found["softcap"] = float(self.softcap)
+        return found
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -208,6 +231,17 @@ class AttendCall:
                 )
         if not self.scale > 0:
             raise ValueError(f"attend: found scale {self.scale}; needed a positive one")
+        if not 0 <= self.softcap < math.inf:
+            raise ValueError(f"attend: found a softcap of {self.softcap}; needed 0 or more")
+        self._check_of_heads("sinks", self.sink_logits, self.q.dtype)
+        self._check_of_heads("slopes", self.slopes, torch.float32)
+
+    def _check_of_heads(self, what: str, found: Tensor | None, dtype: torch.dtype) -> None:
+        if found is not None and (found.dtype, found.shape) != (dtype, self.q.shape[:1]):
+            raise ValueError(
+                f"attend: found {what} {found.dtype} {tuple(found.shape)}; needed {dtype}"
+                f" [{self.num_heads}]"
+            )
 
     def _check_words(self) -> None:
         words = self.ancestors

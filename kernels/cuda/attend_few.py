@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from specc.kernels.cuda.attend_call import (
+    NOTHING_BESIDE,
     PLACES,
     SHIPPED_PAGES,
     STRIDES,
@@ -126,6 +127,7 @@ def launch(c: FewConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
         PAGE=call.page(c.block_n),
         IS_TREE=call.ancestors is not None,
         **launch_options(call.q.dtype),
+        **call.beside,
         **c.options,
     )  # fmt: skip
 
@@ -169,7 +171,7 @@ def _shipped(dtype: torch.dtype, head_dim: int, rows: int, page: int, is_tree: b
         f"{name}-d{head_dim}-rows{rows}-page{page}-{'tree' if is_tree else 'causal'}",
         attend_few_kernel,
         {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
-        {**_sizes(head_dim, c), "PAGE": page, "IS_TREE": is_tree},
+        {**_sizes(head_dim, c), "PAGE": page, "IS_TREE": is_tree, **NOTHING_BESIDE},
         c.num_warps,
         c.num_stages,
         (*_POINTERS, *STRIDES),

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.attend_kernels import _attend_block
+from specc.kernels.cuda.attend_softmax import LOG2E, capped, start_softmax, take_scores
 from specc.kernels.cuda.attend_visible import node_bits
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
 
@@ -90,25 +91,17 @@ def _take(
     b_v,  # [BN, D]
     m_s,  # [BM, BN]
     qk_scale,
+    softcap,
     IS_MASKED: tl.constexpr,
 ):
     """Take a block into the running softmax."""
     b_s = tl.dot(b_q, tl.trans(b_k))  # [BM, BN]
-    if IS_MASKED:
-        b_s = tl.where(m_s, b_s * qk_scale, float("-inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-        # rows that have seen nothing yet: -inf - -inf is NaN
-        b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-        b_p = tl.exp2(b_s - b_base[:, None])
-    else:
-        # scaled in the subtraction, as a scale is positive: one instruction for each number
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)
-        b_base = b_m_new
-        b_p = tl.exp2(b_s * qk_scale - b_base[:, None])
-    b_shrink = tl.exp2(b_m - b_base)
-    b_l = b_l * b_shrink + tl.sum(b_p, 1)
+    if softcap is not None:
+        b_s = capped(b_s, qk_scale, softcap)
+        qk_scale = 1.0
+    b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, qk_scale, IS_MASKED)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None])
-    return b_acc, b_l, b_m_new
+    return b_acc, b_l, b_m
 
 
 @triton.jit
@@ -214,6 +207,8 @@ def attend_few_kernel(
     PAGE: tl.constexpr,
     IS_TREE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
+    sinks=None,  # [H], or none
+    softcap=None,  # of scores, or none
 ):
     # until the wait below nothing is read but integers that are older than the keys
     i_kv = tl.program_id(0)
@@ -285,10 +280,9 @@ def attend_few_kernel(
     if i_split >= splits:
         return
 
-    b_m = tl.full([BM], float("-inf"), tl.float32)
-    b_l = tl.zeros([BM], tl.float32)
+    b_m, b_l = start_softmax(sinks, o_h, m_row, i_split, BM)
     b_acc = tl.zeros([BM, D], tl.float32)
-    qk_scale = scale * 1.4426950408889634
+    qk_scale = scale * LOG2E
     p_words = ancestors + o_t * stride_words
     o_n = tl.arange(0, BN)
 
@@ -301,7 +295,7 @@ def attend_few_kernel(
                 b_acc, b_l, b_m, b_q, p_q, p_k, p_v, block_table, p_words, i_key, capacity,
                 length, m_live, b_position, NEVER, 0, qk_scale, num_words, num_blocks, block_size,
                 stride_kb, stride_ks, stride_vb, stride_vs,
-                D, D, D, D, BN, D, PAGE, IS_TREE, False,
+                D, D, D, D, BN, D, PAGE, IS_TREE, False, softcap,
             )  # fmt: skip
         i_rest += count * splits
         b_row = _table_rows(block_table, i_rest, num_pages, block_size, BN, PAGE)
@@ -309,7 +303,7 @@ def attend_few_kernel(
         b_acc, b_l, b_m = _take(
             b_acc, b_l, b_m, b_q, tl.reshape(b_first_k, [BN, D]),
             tl.reshape(b_first_v, [BN, D]), 0, qk_scale,
-            False,
+            softcap, False,
         )  # fmt: skip
         i_rest += splits
         b_row = _table_rows(block_table, i_rest, num_pages, block_size, BN, PAGE)
@@ -324,7 +318,7 @@ def attend_few_kernel(
         if i < full:
             b_k = tl.reshape(tl.load(p_block_k), [BN, D])
             b_v = tl.reshape(tl.load(p_block_v), [BN, D])
-            b_acc, b_l, b_m = _take(b_acc, b_l, b_m, b_q, b_k, b_v, 0, qk_scale, False)
+            b_acc, b_l, b_m = _take(b_acc, b_l, b_m, b_q, b_k, b_v, 0, qk_scale, softcap, False)
         else:
             # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
             o_in = tl.arange(0, BN // ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -341,7 +335,7 @@ def attend_few_kernel(
                 m_s = (i * BN + o_n)[None, :] <= b_position[:, None]
             m_s &= (i * BN + o_n < end)[None, :]
             b_v = tl.reshape(tl.load(p_block_v, mask=m_key[:, :, None], other=0.0), [BN, D])
-            b_acc, b_l, b_m = _take(b_acc, b_l, b_m, b_q, b_k, b_v, m_s, qk_scale, True)
+            b_acc, b_l, b_m = _take(b_acc, b_l, b_m, b_q, b_k, b_v, m_s, qk_scale, softcap, True)
 
     let_next_start(IS_DEPENDENT)
     m_any = m_live & (b_l != 0)

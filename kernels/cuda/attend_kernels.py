@@ -12,14 +12,13 @@ import triton.language as tl
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.attend_chunks import bits_from, bounds_in_chunks, first_nodes, seen_by_any
 from specc.kernels.cuda.attend_merge import GROUP, merge_parts, store_part
-from specc.kernels.cuda.attend_rows import load_keys, load_rows
+from specc.kernels.cuda.attend_rows import find_rows, load_keys, load_rows
 from specc.kernels.cuda.attend_slopes import biases, distances
+from specc.kernels.cuda.attend_softmax import LOG2E, capped, start_softmax, take_scores
 from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits
+from specc.kernels.cuda.attend_visits import extend_share, find_bounds, find_end, share_blocks
 from specc.kernels.cuda.attend_work import find_work
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
-
-# a window that cuts nothing
-NO_WINDOW = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -57,6 +56,7 @@ def _attend_block(
     PAGE: tl.constexpr,
     IS_TREE: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    softcap=None,
     b_slope=None,  # [BM], or none
     ROUNDS: tl.constexpr = False,
     CHUNK: tl.constexpr = 0,
@@ -69,22 +69,12 @@ def _attend_block(
     o_key = i_key + o_n  # [BN]
     m_key = o_key < end
 
-    if PAGE == 0:
-        # the whole block lies in one page
-        i_page = i_key // block_size
-        i_row = tl.load(p_table + i_page)
-        # what a broken table names stays inside the cache
-        i_row = tl.minimum(tl.maximum(i_row, 0), num_blocks - 1).to(tl.int64)
-        i_slot = (i_key - i_page * block_size).to(tl.int64)
-        p_k += i_row * stride_kb + i_slot * stride_ks
-        p_v += i_row * stride_vb + i_slot * stride_vs
-        o_k = o_n * stride_ks  # [BN], small: within a block of keys
-        o_v = o_n * stride_vs
-    else:
-        b_row = tl.load(p_table + o_key // PAGE, mask=m_key, other=0)
-        b_row = tl.minimum(tl.maximum(b_row, 0), num_blocks - 1).to(tl.int64)
-        o_k = b_row * stride_kb + (o_key % PAGE) * stride_ks  # [BN]
-        o_v = b_row * stride_vb + (o_key % PAGE) * stride_vs
+    i_k, i_v, o_k, o_v = find_rows(
+        p_table, i_key, o_n, m_key, num_blocks, block_size,
+        stride_kb, stride_ks, stride_vb, stride_vs, PAGE,
+    )  # fmt: skip
+    p_k += i_k
+    p_v += i_v
     p_v += o_v[:, None] + o_dv[None, :]  # [BN, BDV]
 
     b_low = b_position
@@ -122,32 +112,26 @@ def _attend_block(
             b_part = tl.load(p_q[:, None] + o_c[None, :], mask=m_q, other=0.0)
             b_k = load_keys(p_k + o_k[:, None], o_c, m_key, D, BD, IS_MASKED)
             b_s = tl.dot(b_part, tl.trans(b_k), b_s, input_precision="ieee")
+    own_scale = qk_scale
+    if softcap is not None:
+        b_s = capped(b_s, qk_scale, softcap)
+        own_scale = 1.0
     if b_slope is not None:
         b_far = distances(
             p_words, m_live, b_position, o_key, o_n, b_low, b_high, i_key - length, length,
             num_words, IS_TREE and IS_MASKED,
         )  # fmt: skip
-        b_s = b_s * qk_scale + biases(b_slope, b_far, b_position, qk_scale, ROUNDS)
-        qk_scale = 1.0
+        b_s = b_s * own_scale + biases(b_slope, b_far, b_position, qk_scale, ROUNDS)
+        own_scale = 1.0
+    m_s = m_key[None, :]
     if IS_MASKED:
-        m_s = m_key[None, :] & is_visible(
+        m_s = m_s & is_visible(
             o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
             b_high[:, None], window, sink, length, IS_TREE, CHUNK,
         )  # fmt: skip
-        b_s = tl.where(m_s, b_s * qk_scale, float("-inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-        # rows that have seen nothing yet: -inf - -inf is NaN
-        b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-        b_p = tl.exp2(b_s - b_base[:, None])
-    else:
-        # scaled in the subtraction, as a scale is positive: one instruction for each number
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)
-        b_base = b_m_new
-        b_p = tl.exp2(b_s * qk_scale - b_base[:, None])
-    b_shrink = tl.exp2(b_m - b_base)
-    b_l = b_l * b_shrink + tl.sum(b_p, 1)
+    b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, own_scale, IS_MASKED)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision="ieee")
-    return b_acc, b_l, b_m_new
+    return b_acc, b_l, b_m
 
 
 @triton.jit(
@@ -210,6 +194,8 @@ def attend_kernel(
     PAGE: tl.constexpr,
     IS_TREE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
+    sinks=None,  # [H], or none
+    softcap=None,  # of scores, or none
     slopes=None,  # [H] float32, or none
     ROUNDS: tl.constexpr = False,
     CHUNK: tl.constexpr = 0,
@@ -260,16 +246,9 @@ def attend_kernel(
     m_q = m_row[:, None] & (o_d < D)[None, :]
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [BM, BD]
 
-    # keys 0 … likely - 1, and `end` more or less; those from `low` to `full` every row sees
-    likely = tl.minimum(tl.minimum(length, capacity) + (last - first), capacity)
-    low = 0
-    start = 0
-    if window < NO_WINDOW:
-        low = tl.maximum(tl.max(tl.where(m_live, b_position, -1), 0) - window + 1, 0)
-        start = tl.min(tl.where(m_live, b_position, 2147483647), 0)
-        start = tl.maximum(start - window + 1, 0)
-        if IS_TREE:
-            start = tl.minimum(start, length)
+    likely, low, start, full = find_bounds(
+        first, last, length, capacity, window, m_live, b_position, IS_TREE
+    )
     first_position = 0
     b_first = None
     if CHUNK:
@@ -282,30 +261,16 @@ def attend_kernel(
             p_words = ancestors + o_t.to(tl.int64) * stride_words
             num_read = tl.where(is_crossed, num_words, 0)
             b_first = first_nodes(p_words, m_live, b_position, length, num_read, CHUNK)
-    if IS_TREE:
-        full = tl.minimum(length, capacity)
-    else:
-        full = tl.min(tl.where(m_live, b_position, 2147483647), 0)
-        full = tl.where(full < 2147483647, tl.minimum(full + 1, capacity), 0)
-
-    # the blocks to visit, numbered 0 … : sinks, then those from `start` on
-    i_start = tl.minimum(start, likely) // BN
-    num_sinks = tl.minimum((tl.minimum(sink, likely) + BN - 1) // BN, i_start)
-    skip = i_start - num_sinks
-    num_visits = (likely + BN - 1) // BN - skip
-    # the last split has blocks that only some rows see: it is one of the shorter ones
-    i_first = (num_visits * i_split + splits - 1) // splits
-    i_last = (num_visits * (i_split + 1) + splits - 1) // splits
-    i_full = tl.minimum(tl.maximum((low + BN - 1) // BN - skip, i_first), i_last)
-    i_rest = tl.minimum(tl.maximum(full // BN - skip, i_full), i_last)
+    i_first, i_last, i_full, i_rest, num_sinks, skip = share_blocks(
+        likely, low, start, full, sink, i_split, splits, BN
+    )
 
     b_slope = None
     if slopes is not None:
         b_slope = tl.load(slopes + o_h, mask=m_row, other=0.0)
-    b_m = tl.full([BM], float("-inf"), tl.float32)
-    b_l = tl.zeros([BM], tl.float32)
+    b_m, b_l = start_softmax(sinks, o_h, m_row, i_split, BM)
     b_acc = tl.zeros([BM, BDV], tl.float32)
-    qk_scale = scale * 1.4426950408889634
+    qk_scale = scale * LOG2E
     p_k = k_cache + i_kv.to(tl.int64) * stride_kh
     p_v = v_cache + i_kv.to(tl.int64) * stride_vh
     p_table = block_table + i_b.to(tl.int64) * stride_table  # type: ignore[attr-defined]
@@ -316,23 +281,11 @@ def attend_kernel(
             b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, (i + skip) * BN, capacity,
             length, m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False, b_slope, ROUNDS,
+            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False, softcap, b_slope, ROUNDS,
         )  # fmt: skip
 
-    if IS_TREE:
-        last_slot = -1
-        for i in range(first, last, BB):
-            o_s = i + tl.arange(0, BB)
-            b_slot = tl.load(slot + o_s, mask=o_s < last, other=-1)
-            last_slot = tl.maximum(last_slot, tl.max(b_slot, 0))
-        end = last_slot + 1
-    else:
-        end = tl.max(tl.where(m_live, b_position, -1), 0) + 1
-    end = tl.where(tl.max(m_live.to(tl.int32), 0) > 0, tl.minimum(end, capacity), 0)
-    # the last split has what is more than likely, too
-    num_visits = (end + BN - 1) // BN - skip
-    i_last = tl.where(i_split == splits - 1, num_visits, tl.minimum(i_last, num_visits))
-    i_last = tl.maximum(i_last, i_rest)
+    end = find_end(slot, first, last, m_live, b_position, capacity, BB, IS_TREE)
+    i_last = extend_share(i_last, i_rest, end, skip, i_split, splits, BN)
     # what is left of the split lies before the full blocks and after them
     for i in tl.range(i_first, i_last - (i_rest - i_full), num_stages=1):
         i_visit = tl.where(i < i_full, i, i + i_rest - i_full)
@@ -341,7 +294,7 @@ def attend_kernel(
             b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i_block * BN, end, length,
             m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True, b_slope, ROUNDS,
+            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True, softcap, b_slope, ROUNDS,
             CHUNK, first_position, b_first,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from specc.kernels.cuda import attend
 from specc.kernels.cuda.attend_call import (
     DTYPES,
+    NOTHING_BESIDE,
     PLACES,
     SEARCH,
     SHIPPED_PAGES,
@@ -25,8 +26,8 @@ from specc.kernels.cuda.attend_call import (
     signature,
 )
 from specc.kernels.cuda.attend_config import AttendConfig
-from specc.kernels.cuda.attend_kernels import NO_WINDOW
 from specc.kernels.cuda.attend_latent_kernels import attend_latent_kernel
+from specc.kernels.cuda.attend_visits import NO_WINDOW
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # columns of a latent, and of what heads share
@@ -80,10 +81,12 @@ def attend_latent(
     cache_len: Tensor,
     ancestors: Tensor | None,
     block_table: Tensor,
+    sink_logits: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
     sink: int = 0,
+    softcap: float = 0.0,
     num_splits: int | None = None,
 ) -> Tensor:
     """Attend to prefix and tree ancestors among latents; see `attend_reference`.
@@ -98,16 +101,18 @@ def attend_latent(
         cache_len: [B] int32.
         ancestors: [Nt, W] int64, or None.
         block_table: [B, n] int32.
+        sink_logits: [H] in the dtype of q, or None.
         scale: positive.
         window: 0 is no limit.
         sink: first keys that no window cuts.
+        softcap: 0 is none.
         num_splits: of the keys of every tile; None: chosen on the device, by lengths.
     Returns:
         [H, Nt, R] in the dtype of q, laid out as [Nt, H, R].
     """
     call = AttendCall(
         q, k_cache, k_cache, rank, q_start, position, slot, cache_len, ancestors, block_table,
-        scale, window, sink, num_splits,
+        scale, window, sink, num_splits, sink_logits, softcap,
     )  # fmt: skip
     _check(call)
     out = q.new_empty(call.num_tokens, call.num_heads, rank)
@@ -127,6 +132,7 @@ def attend_latent(
         **_sizes(q.dtype, rank, call.head_dim - rank, c),
         PAGE=call.page(c.block_n),
         IS_TREE=ancestors is not None,
+        **call.beside,
         **c.options,
     )  # fmt: skip
     return out.transpose(0, 1)
@@ -192,7 +198,7 @@ def _shipped_attend(dtype: torch.dtype, c: AttendConfig, page: int, is_tree: boo
         f"latent-{name}-r{rank}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
         attend_latent_kernel,
         {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
-        {**_sizes(dtype, rank, shared, c), "PAGE": page, "IS_TREE": is_tree},
+        {**_sizes(dtype, rank, shared, c), "PAGE": page, "IS_TREE": is_tree, **NOTHING_BESIDE},
         c.num_warps,
         c.num_stages,
         (*_POINTERS, *_DIVISIBLE_STRIDES),

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
-from specc.kernels.cuda.attend_kernels import NO_WINDOW
 from specc.kernels.cuda.attend_latent_merge import merge_columns, store_columns
 from specc.kernels.cuda.attend_merge import GROUP
+from specc.kernels.cuda.attend_softmax import LOG2E, capped, start_softmax, take_scores
 from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits
+from specc.kernels.cuda.attend_visits import extend_share, find_bounds, find_end, share_blocks
 from specc.kernels.cuda.attend_work import find_work
 
 
@@ -95,6 +96,7 @@ def _attend_block(
     window,
     sink,
     qk_scale,
+    softcap,
     num_words,
     num_blocks,
     block_size,
@@ -156,24 +158,15 @@ def _attend_block(
     b_s = _scores(b_q, p_q, p_row, b_c, b_s, m_row, m_own, 0, R, BR, BC, IS_MASKED)
     if IS_WIDE:
         b_s = _scores(b_q_2, p_q, p_row, b_c_2, b_s, m_row, m_own, BR, R - BR, BR, BC, IS_MASKED)
-    if IS_MASKED:
-        b_s = tl.where(m_s, b_s * qk_scale, float("-inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-        # rows that have seen nothing yet: -inf - -inf is NaN
-        b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-        b_p = tl.exp2(b_s - b_base[:, None])
-    else:
-        # scaled in the subtraction, as a scale is positive: one instruction for each number
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1) * qk_scale)
-        b_base = b_m_new
-        b_p = tl.exp2(b_s * qk_scale - b_base[:, None])
-    b_shrink = tl.exp2(b_m - b_base)
-    b_l = b_l * b_shrink + tl.sum(b_p, 1)
+    if softcap is not None:
+        b_s = capped(b_s, qk_scale, softcap)
+        qk_scale = 1.0
+    b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, qk_scale, IS_MASKED)
     b_p = b_p.to(b_c.dtype)
     b_acc = tl.dot(b_p, b_c, b_acc * b_shrink[:, None], input_precision="ieee")
     if IS_WIDE:
         b_acc_2 = tl.dot(b_p, b_c_2, b_acc_2 * b_shrink[:, None], input_precision="ieee")
-    return b_acc, b_acc_2, b_l, b_m_new
+    return b_acc, b_acc_2, b_l, b_m
 
 
 @triton.jit(
@@ -228,6 +221,8 @@ def attend_latent_kernel(
     MIN_BLOCKS: tl.constexpr,
     PAGE: tl.constexpr,
     IS_TREE: tl.constexpr,
+    sinks=None,  # [H], or none
+    softcap=None,  # of scores, or none
 ):
     num_programs = tl.num_programs(0)
     i_program = tl.program_id(0)
@@ -267,55 +262,22 @@ def attend_latent_kernel(
         if R > BR:
             b_q_2 = _load_queries(p_q, tl.arange(0, BR), m_row, BR, R - BR)
 
-    # keys 0 … likely - 1, and `end` more or less; those from `low` to `full` every row sees
-    likely = tl.minimum(tl.minimum(length, capacity) + (last - first), capacity)
-    low = 0
-    start = 0
-    if window < NO_WINDOW:
-        low = tl.maximum(tl.max(tl.where(m_live, b_position, -1), 0) - window + 1, 0)
-        start = tl.min(tl.where(m_live, b_position, 2147483647), 0)
-        start = tl.maximum(start - window + 1, 0)
-        if IS_TREE:
-            start = tl.minimum(start, length)
-    if IS_TREE:
-        full = tl.minimum(length, capacity)
-    else:
-        full = tl.min(tl.where(m_live, b_position, 2147483647), 0)
-        full = tl.where(full < 2147483647, tl.minimum(full + 1, capacity), 0)
+    likely, low, start, full = find_bounds(
+        first, last, length, capacity, window, m_live, b_position, IS_TREE
+    )
+    i_first, i_last, i_full, i_rest, num_sinks, skip = share_blocks(
+        likely, low, start, full, sink, i_split, splits, BN
+    )
 
-    # the blocks to visit, numbered 0 … : sinks, then those from `start` on
-    i_start = tl.minimum(start, likely) // BN
-    num_sinks = tl.minimum((tl.minimum(sink, likely) + BN - 1) // BN, i_start)
-    skip = i_start - num_sinks
-    num_visits = (likely + BN - 1) // BN - skip
-    # the last split has blocks that only some rows see: it is one of the shorter ones
-    i_first = (num_visits * i_split + splits - 1) // splits
-    i_last = (num_visits * (i_split + 1) + splits - 1) // splits
-    i_full = tl.minimum(tl.maximum((low + BN - 1) // BN - skip, i_first), i_last)
-    i_rest = tl.minimum(tl.maximum(full // BN - skip, i_full), i_last)
-
-    b_m = tl.full([BM], float("-inf"), tl.float32)
-    b_l = tl.zeros([BM], tl.float32)
+    b_m, b_l = start_softmax(sinks, o_h, m_row, i_split, BM)
     b_acc = tl.zeros([BM, BR], tl.float32)
     b_acc_2 = tl.zeros([BM, BR], tl.float32)
-    qk_scale = scale * 1.4426950408889634
+    qk_scale = scale * LOG2E
     p_table = block_table + i_b.to(tl.int64) * stride_table  # type: ignore[attr-defined]
     p_words = ancestors + o_t.to(tl.int64) * stride_words
 
-    if IS_TREE:
-        last_slot = -1
-        for i in range(first, last, BB):
-            o_s = i + tl.arange(0, BB)
-            b_slot = tl.load(slot + o_s, mask=o_s < last, other=-1)
-            last_slot = tl.maximum(last_slot, tl.max(b_slot, 0))
-        end = last_slot + 1
-    else:
-        end = tl.max(tl.where(m_live, b_position, -1), 0) + 1
-    end = tl.where(tl.max(m_live.to(tl.int32), 0) > 0, tl.minimum(end, capacity), 0)
-    # the last split has what is more than likely, too
-    num_visits = (end + BN - 1) // BN - skip
-    i_last = tl.where(i_split == splits - 1, num_visits, tl.minimum(i_last, num_visits))
-    i_last = tl.maximum(i_last, i_rest)
+    end = find_end(slot, first, last, m_live, b_position, capacity, BB, IS_TREE)
+    i_last = extend_share(i_last, i_rest, end, skip, i_split, splits, BN)
     # what not all rows see lies before the full blocks and after them; it is done first, so that
     # no masks are kept in registers beside the loop
     for i in tl.range(i_first, i_last - (i_rest - i_full), num_stages=1):
@@ -323,7 +285,7 @@ def attend_latent_kernel(
         i_block = tl.where(i_visit < num_sinks, i_visit, i_visit + skip)
         b_acc, b_acc_2, b_l, b_m = _attend_block(
             b_acc, b_acc_2, b_l, b_m, b_q, b_q_2, b_qs, p_q, k_cache, p_table, p_words,
-            i_block * BN, end, length, m_row, m_live, b_position, window, sink, qk_scale,
+            i_block * BN, end, length, m_row, m_live, b_position, window, sink, qk_scale, softcap,
             num_words, num_blocks, block_size, stride_kb, stride_ks,
             R, S, BR, BS, BN, BC, PAGE, IS_TREE, True,
         )  # fmt: skip
@@ -332,7 +294,7 @@ def attend_latent_kernel(
         b_acc, b_acc_2, b_l, b_m = _attend_block(
             b_acc, b_acc_2, b_l, b_m, b_q, b_q_2, b_qs, p_q, k_cache, p_table, p_words,
             (i + skip) * BN, capacity, length, m_row, m_live, b_position, window, sink, qk_scale,
-            num_words, num_blocks, block_size, stride_kb, stride_ks,
+            softcap, num_words, num_blocks, block_size, stride_kb, stride_ks,
             R, S, BR, BS, BN, BC, PAGE, IS_TREE, False,
         )  # fmt: skip
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# scores are in powers of two: log2(e)
-_LOG2E = tl.constexpr(1.4426950408889634)
+from specc.kernels.cuda.attend_softmax import LOG2E
 
 
 @triton.jit
@@ -94,4 +93,4 @@ def biases(b_slope, b_far, b_position, qk_scale, ROUNDS: tl.constexpr):
         b_ends = _rounded(b_slope[:, None] * b_key)
         return (b_ends - _rounded(b_slope * _rounded(b_token))[:, None]) * qk_scale
     else:
-        return b_slope[:, None] * b_far.to(tl.float32) * _LOG2E
+        return b_slope[:, None] * b_far.to(tl.float32) * LOG2E

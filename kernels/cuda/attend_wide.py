@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specc.kernels.cuda import attend_few, dependent
 from specc.kernels.cuda.attend_call import (
+    NOTHING_BESIDE,
     PLACES,
     SHIPPED_PAGES,
     STRIDES,
@@ -172,6 +173,7 @@ def launch(c: WideConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
         **_sizes(call.head_dim, c),
         PAGE=call.page(c.block_n),
         IS_TREE=call.ancestors is not None,
+        **call.beside,
         num_warps=4,
         maxnreg=c.max_registers,
     )  # fmt: skip
@@ -224,7 +226,7 @@ def _shipped(dtype: torch.dtype, head_dim: int, c: WideConfig, page: int, is_tre
         f"{name}-d{head_dim}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
         attend_wide_kernel,
         {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
-        {**_sizes(head_dim, c), "PAGE": page, "IS_TREE": is_tree},
+        {**_sizes(head_dim, c), "PAGE": page, "IS_TREE": is_tree, **NOTHING_BESIDE},
         4,
         3,
         (*_POINTERS, *STRIDES),

@@ -72,6 +72,19 @@ def _mask(
 
 
 @gluon.jit
+def _start(sinks, o_r, i_kv, group, m_row, i_split, S: gl.constexpr):
+    """Maxima and sums before the first key, as `attend_softmax.start_softmax` has them."""
+    b_m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+    if sinks is not None:
+        p_sink = sinks + (i_kv * group + o_r % group)
+        b_sink = gl.load(p_sink, mask=m_row & (i_split == 0), other=float("-inf"))
+        b_m = b_sink.to(gl.float32) * 1.4426950408889634
+        b_l = gl.where(b_m == float("-inf"), 0.0, b_l + 1.0)
+    return b_m, b_l
+
+
+@gluon.jit
 def _exponentials(b_s, b_acc, b_l, b_m, qk_scale, dtype: gl.constexpr, A: gl.constexpr):
     """Take scores into the running softmax."""
     # scaled in the subtraction, as a scale is positive: one instruction for each number
@@ -117,6 +130,8 @@ def _attend_rows(
     stride_qh,
     stride_qt,
     stride_words,
+    sinks,  # [H], or none
+    softcap,  # of scores, or none
     D: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
@@ -149,8 +164,7 @@ def _attend_rows(
     fence_async_shared()
     tl.debug_barrier()
 
-    b_m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+    b_m, b_l = _start(sinks, o_r, i_kv, group, m_row, i_split, S)
     b_acc = gl.zeros([ROWS, D], gl.float32, A)
     qk_scale = scale * 1.4426950408889634
     # asking for products of the next keys before these exponentials is no faster over 32k, and over
@@ -160,11 +174,16 @@ def _attend_rows(
         stage = turn % STAGES
         b_s = _ask_scores(q_tile, k_ring, is_full, turn, BN, STAGES, S)
         b_s = warpgroup_mma_wait(0, deps=[b_s])
+        if softcap is not None:
+            # `attend_softmax.capped`; what comes of it is scaled already
+            b_e = gl.exp2(b_s * (2.0 * qk_scale / softcap))
+            b_s = softcap * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + b_e))
         if i >= i_rest:
             b_s = _mask(
                 b_s, i * BN, end, length, p_words, m_live, b_position, num_words, BN, IS_TREE, S
             )
-        b_p, b_acc, b_l, b_m = _exponentials(b_s, b_acc, b_l, b_m, qk_scale, v_ring.dtype, A)
+        own_scale = qk_scale if softcap is None else 1.0
+        b_p, b_acc, b_l, b_m = _exponentials(b_s, b_acc, b_l, b_m, own_scale, v_ring.dtype, A)
         b_acc = warpgroup_mma(b_p, v_ring.index(stage), b_acc, is_async=True)
         b_acc = warpgroup_mma_wait(0, deps=[b_acc])
         # all four warps have read them
@@ -249,6 +268,8 @@ def attend_wide_kernel(
     MIN_BLOCKS: gl.constexpr,
     PAGE: gl.constexpr,
     IS_TREE: gl.constexpr,
+    sinks=None,  # [H], or none
+    softcap=None,  # of scores, or none
 ):
     i_kv = gl.program_id(0)
     i_split = gl.program_id(1)
@@ -318,15 +339,15 @@ def attend_wide_kernel(
                         q, q_tiles.index(0), k_ring, v_ring, is_full, is_free, partial, lse,
                         ancestors, position, slot, i_first, i_rest, i_last, end, length, scale,
                         first, last, last_row, group, num_words, i_kv, i_tile, i_split, max_splits,
-                        stride_qh, stride_qt, stride_words, D, BM, BN, STAGES, IS_TREE,
-                        gl.constexpr(0),
+                        stride_qh, stride_qt, stride_words, sinks, softcap, D, BM, BN, STAGES,
+                        IS_TREE, gl.constexpr(0),
                     )),
                     (_attend_rows, (
                         q, q_tiles.index(1), k_ring, v_ring, is_full, is_free, partial, lse,
                         ancestors, position, slot, i_first, i_rest, i_last, end, length, scale,
                         first, last, last_row, group, num_words, i_kv, i_tile, i_split, max_splits,
-                        stride_qh, stride_qt, stride_words, D, BM, BN, STAGES, IS_TREE,
-                        gl.constexpr(1),
+                        stride_qh, stride_qt, stride_words, sinks, softcap, D, BM, BN, STAGES,
+                        IS_TREE, gl.constexpr(1),
                     )),
                     (copy_keys, (
                         k_ring, v_ring, is_full, is_free, p_k, p_v, p_table, ancestors, slot,
@@ -345,8 +366,8 @@ def attend_wide_kernel(
                         q, q_tiles.index(0), k_ring, v_ring, is_full, is_free, partial, lse,
                         ancestors, position, slot, i_first, i_rest, i_last, end, length, scale,
                         first, last, last_row, group, num_words, i_kv, i_tile, i_split, max_splits,
-                        stride_qh, stride_qt, stride_words, D, BM, BN, STAGES, IS_TREE,
-                        gl.constexpr(0),
+                        stride_qh, stride_qt, stride_words, sinks, softcap, D, BM, BN, STAGES,
+                        IS_TREE, gl.constexpr(0),
                     )),
                     (copy_keys, (
                         k_ring, v_ring, is_full, is_free, p_k, p_v, p_table, ancestors, slot,

@@ -23,6 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specc.kernels.cuda.attend_config import MOST_REGISTERS
 from specc.kernels.cuda.experts_kernels import (
     experts_down_kernel,
     experts_gate_up_kernel,
@@ -31,7 +32,7 @@ from specc.kernels.cuda.experts_kernels import (
 )
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
-from specc.kernels.reference.fused import ACTIVATIONS
+from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
 
 NAME = "experts"
 # pairs that a program looks through by itself
@@ -79,10 +80,19 @@ DOWN = {torch.bfloat16: _HALF_DOWN, torch.float16: _HALF_DOWN, torch.float32: _F
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """See `experts_reference`."""
     _check(x, ids, weights, gate_up, down, activation)
+    _check_bias("gate_up_bias", gate_up_bias, gate_up)
+    _check_bias("down_bias", down_bias, down)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     num_pairs, num_experts = ids.numel(), gate_up.shape[0]
     out = x.new_empty(x.shape)
@@ -98,8 +108,8 @@ def experts(
     places = (ids if order is None else None, order, counts)
     inner = x.new_empty(num_pairs, down.shape[2])
     found = x.new_empty(num_pairs, down.shape[1], dtype=torch.float32)
-    _launch_gate_up(x, places, gate_up, inner, ids.shape[1], activation)
-    _launch_down(inner, places, down, found)
+    _launch_gate_up(x, places, gate_up, gate_up_bias, inner, ids.shape[1], activation)
+    _launch_down(inner, places, down, down_bias, found)
     grid = (x.shape[0], triton.cdiv(x.shape[1], BLOCK_SUM))
     experts_sum_kernel[grid](
         found, ids, weights, out, num_experts, ids.shape[1], x.shape[1],
@@ -115,7 +125,13 @@ _Places = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _launch_gate_up(
-    x: Tensor, places: _Places, weight: Tensor, out: Tensor, top_k: int, activation: str
+    x: Tensor,
+    places: _Places,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    top_k: int,
+    activation: str,
 ) -> None:
     num_pairs, size = out.shape
     tile = GATE_UP[x.dtype][num_pairs > FEW]
@@ -124,21 +140,34 @@ def _launch_gate_up(
         x, *places, weight, out, num_pairs, weight.shape[0], top_k, size, x.shape[1],
         ACTIVATION=activation,
         **_constexprs(tile),
+        bias=bias,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **({} if (most := _most_registers(x.dtype, activation)) is None else {"maxnreg": most}),
     )  # fmt: skip
 
 
-def _launch_down(x: Tensor, places: _Places, weight: Tensor, out: Tensor) -> None:
+def _launch_down(
+    x: Tensor, places: _Places, weight: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
     num_pairs, size = out.shape
     tile = DOWN[x.dtype][num_pairs > FEW]
     grid = (tile.num_tiles(num_pairs, weight.shape[0]), triton.cdiv(size, tile.block_n))
     experts_down_kernel[grid](
         x, *places, weight, out, num_pairs, weight.shape[0], size, x.shape[1],
         **_constexprs(tile),
+        bias=bias,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
+
+
+def _most_registers(dtype: torch.dtype, activation: str | None) -> int | None:
+    """Registers that a thread may have; None leaves it to ptxas.
+
+    Which makes one program more of products in float32 with gpt-oss's gate fit sm_100, and spills.
+    """
+    return MOST_REGISTERS if (dtype, activation) == (torch.float32, CLAMPED) else None
 
 
 def _constexprs(tile: ExpertTile) -> dict[str, int]:
@@ -178,7 +207,19 @@ def _check(
         check(
             stack.is_contiguous(), NAME, f"{name} of strides {stack.stride()}", "a contiguous one"
         )
-    check(activation in ACTIVATIONS, NAME, activation, f"one of {', '.join(ACTIVATIONS)}")
+    known = (*ACTIVATIONS, CLAMPED)
+    check(activation in known, NAME, activation, f"one of {', '.join(known)}")
+
+
+def _check_bias(name: str, bias: Tensor | None, stack: Tensor) -> None:
+    if bias is None:
+        return
+    check(
+        bias.shape == stack.shape[:2] and bias.dtype == stack.dtype and bias.is_contiguous(),
+        NAME,
+        f"{name} {bias.dtype} {list(bias.shape)} of strides {bias.stride()}",
+        f"a contiguous one of {stack.dtype} {list(stack.shape[:2])}",
+    )
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -197,6 +238,9 @@ def shipped(capability: int) -> Iterator[Shipped]:
             for activation in ACTIVATIONS:
                 yield _product(dtype, number, f"{activation}-{label}", activation)
             yield _product(dtype, number, f"down-{label}", None)
+            # gpt-oss: both products have biases
+            yield _product(dtype, number, f"{CLAMPED}-{label}", CLAMPED, has_bias=True)
+            yield _product(dtype, number, f"down-bias-{label}", None, has_bias=True)
         for kind in sorted({TYPE_NAMES[dtype], "fp32"}):
             given = {"found": "*fp32", "ids": "*i64", "weights": f"*{kind}"}
             given["out"] = f"*{TYPE_NAMES[dtype]}"
@@ -211,7 +255,9 @@ def shipped(capability: int) -> Iterator[Shipped]:
             )
 
 
-def _product(dtype: torch.dtype, number: int, label: str, activation: str | None) -> Shipped:
+def _product(
+    dtype: torch.dtype, number: int, label: str, activation: str | None, *, has_bias: bool = False
+) -> Shipped:
     """A product of few pairs (number 0) or of more; without an activation it is the second one."""
     pointer = f"*{TYPE_NAMES[dtype]}"
     tile = (DOWN if activation is None else GATE_UP)[dtype][number]
@@ -219,6 +265,10 @@ def _product(dtype: torch.dtype, number: int, label: str, activation: str | None
     absent = {name: None for name in ("ids", "order", "counts") if name not in places}
     given = {"x": pointer, "weight": pointer} | places
     given["out"] = "*fp32" if activation is None else pointer
+    if has_bias:
+        given["bias"] = pointer
+    else:
+        absent["bias"] = None
     integers = ("num_pairs", "num_experts", "size", "K")
     return Shipped(
         name=f"{pointer[1:]}-{label}",
@@ -231,4 +281,5 @@ def _product(dtype: torch.dtype, number: int, label: str, activation: str | None
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         divisible=(*given, "size", "K"),
+        max_registers=_most_registers(dtype, activation),
     )

@@ -6,6 +6,10 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.act_and_mul import activate
+from specc.kernels.reference.fused import GATE_LIMIT, GATE_SHARPNESS
+
+LIMIT = tl.constexpr(GATE_LIMIT)
+SHARPNESS = tl.constexpr(GATE_SHARPNESS)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -28,6 +32,15 @@ def experts_order_kernel(ids, order, counts, num_pairs, BS: tl.constexpr):
         place += tl.sum(b_own, 0)
 
 
+@triton.jit
+def _clamped(b_gate, b_up):
+    """The gate of gpt-oss; see `gated` of the oracle."""
+    # not by minima, which lose a NaN
+    b_gate = tl.where(b_gate > LIMIT, LIMIT, b_gate)
+    b_up = tl.where(b_up > LIMIT, LIMIT, tl.where(b_up < -LIMIT, -LIMIT, b_up))
+    return b_gate / (1.0 + tl.exp(b_gate * -SHARPNESS)) * (b_up + 1.0)
+
+
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "top_k"])
 def experts_gate_up_kernel(
     x,
@@ -47,6 +60,7 @@ def experts_gate_up_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    bias=None,  # [E, rows of a matrix], or none
 ):
     expert, b_pair = _tile(ids, order, counts, num_pairs, num_experts, BS, BE, BM)
     if expert < 0:
@@ -55,10 +69,17 @@ def experts_gate_up_kernel(
     o_k = tl.arange(0, BK)
     m_m = (b_pair >= 0)[:, None]
     o_token = (tl.maximum(b_pair, 0) // top_k).to(tl.int64)
-    o_gate = expert.to(tl.int64) * 2 * size + tl.minimum(o_i, size - 1)
+    o_i_in = tl.minimum(o_i, size - 1)
+    if ACTIVATION == "clamped":
+        # a gate's row, then the one that it is multiplied with
+        o_gate = expert.to(tl.int64) * 2 * size + 2 * o_i_in
+        o_up = o_gate + 1
+    else:
+        o_gate = expert.to(tl.int64) * 2 * size + o_i_in
+        o_up = o_gate + size
     p_x = x + o_token[:, None] * K + o_k[None, :]
     p_gate = weight + o_gate[:, None] * K + o_k[None, :]
-    p_up = weight + (o_gate + size)[:, None] * K + o_k[None, :]
+    p_up = weight + o_up[:, None] * K + o_k[None, :]
     b_gate = tl.zeros([BM, BN], tl.float32)
     b_up = tl.zeros([BM, BN], tl.float32)
     for k in range(0, K, BK):
@@ -68,7 +89,13 @@ def experts_gate_up_kernel(
         b_gate = tl.dot(b_x, tl.trans(b_w), b_gate, input_precision="ieee")
         b_w = tl.load(p_up + k, mask=m_k, other=0.0)
         b_up = tl.dot(b_x, tl.trans(b_w), b_up, input_precision="ieee")
-    b_out = activate(b_gate, ACTIVATION) * b_up
+    if bias is not None:
+        b_gate += tl.load(bias + o_gate)[None, :].to(tl.float32)
+        b_up += tl.load(bias + o_up)[None, :].to(tl.float32)
+    if ACTIVATION == "clamped":
+        b_out = _clamped(b_gate, b_up)
+    else:
+        b_out = activate(b_gate, ACTIVATION) * b_up
     p_out = out + b_pair.to(tl.int64)[:, None] * size + o_i[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_m & (o_i < size)[None, :])
 
@@ -90,6 +117,7 @@ def experts_down_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    bias=None,  # [E, rows of a matrix], or none
 ):
     expert, b_pair = _tile(ids, order, counts, num_pairs, num_experts, BS, BE, BM)
     if expert < 0:
@@ -106,6 +134,8 @@ def experts_down_kernel(
         b_x = tl.load(p_x + k, mask=m_m & m_k, other=0.0)  # [BM, BK]
         b_w = tl.load(p_w + k, mask=m_k, other=0.0)  # [BN, BK]
         b_out = tl.dot(b_x, tl.trans(b_w), b_out, input_precision="ieee")
+    if bias is not None:
+        b_out += tl.load(bias + o_row)[None, :].to(tl.float32)
     p_out = out + b_pair.to(tl.int64)[:, None] * size + o_n[None, :]
     tl.store(p_out, b_out, mask=m_m & (o_n < size)[None, :])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from specc.kernels.cuda.attend import attend as attend_heads
@@ -44,31 +46,22 @@ def attend(
     scale: float,
     window: int = 0,
     sink: int = 0,
+    softcap: float = 0.0,
     values_in_keys: bool = False,
     rounds_bias: bool = False,
     chunk: int = 0,
 ) -> Tensor:
     """`specc::attend`, by the kernel for heads of keys and values, or by that for latents."""
-    # refused when a model is compiled: passes/rewrite/require_supported.py
-    assert sink_logits is None, "no sinks on this device"
-    places = q_start, position, slot, cache_len, ancestors, block_table
+    places = q_start, position, slot, cache_len, ancestors, block_table, sink_logits
+    options: dict[str, Any] = {"scale": scale, "window": window, "sink": sink, "softcap": softcap}
     if values_in_keys:
-        # refused when a model is compiled, too
+        # refused when a model is compiled: passes/rewrite/require_supported.py
         assert slopes is None, "no slopes over latents"
         assert not chunk, "no chunks over latents"
         rank = v_cache.shape[3]
-        return attend_latent(q, k_cache, rank, *places, scale=scale, window=window, sink=sink)
+        return attend_latent(q, k_cache, rank, *places, **options)
     return attend_heads(
-        q,
-        k_cache,
-        v_cache,
-        *places,
-        slopes,
-        scale=scale,
-        window=window,
-        sink=sink,
-        rounds_bias=rounds_bias,
-        chunk=chunk,
+        q, k_cache, v_cache, *places, slopes, **options, rounds_bias=rounds_bias, chunk=chunk
     )
 
 
@@ -96,25 +89,11 @@ def tree_attention(
     chunk: int = 0,
 ) -> Tensor:
     """`specc::tree_attention` of graphs that no pass has split: two launches and more."""
-    # refused when a model is compiled, as below
-    assert not softcap, "no softcap on this device"
+    # no pass makes graphs for this device so: `expands_prompts` of its facts
     assert not most_rows, "no rows that are expanded on this device"
     write_kv(k, v, k_cache, v_cache, q_start, slot, block_table)
+    places = q_start, position, slot, cache_len, ancestors, block_table
     return attend(
-        q,
-        k_cache,
-        v_cache,
-        q_start,
-        position,
-        slot,
-        cache_len,
-        ancestors,
-        block_table,
-        sink_logits,
-        slopes,
-        scale=scale,
-        window=window,
-        sink=sink,
-        rounds_bias=rounds_bias,
-        chunk=chunk,
-    )
+        q, k_cache, v_cache, *places, sink_logits, slopes, scale=scale, window=window, sink=sink,
+        softcap=softcap, rounds_bias=rounds_bias, chunk=chunk,
+    )  # fmt: skip

@@ -217,11 +217,11 @@ def _experts_scratch(
 
 
 EXPERTS = Operator(
-    "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str activation)"
-    " -> Tensor",
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str activation,"
+    " Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
     reference=products.experts_reference,
     fake=_experts_fake,
-    tokens=OfRows(("x",), ("ids", "weights"), ("gate_up", "down")),
+    tokens=OfRows(("x",), ("ids", "weights"), ("gate_up", "down", "gate_up_bias", "down_bias")),
     cut=_FUSED,
     flops=_experts_flops,
     scratch=_experts_scratch,

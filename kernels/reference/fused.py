@@ -21,6 +21,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
 }
 
+# the gate of gpt-oss's experts, whose first product has gate and up in turn
+CLAMPED = "clamped"
+GATE_LIMIT, GATE_SHARPNESS = 7.0, 1.702
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """What an expert makes [..., I] of its first product [..., 2 I], in float32.
+
+    Args:
+        activation: one of `ACTIVATIONS`, of halves, or `CLAMPED`: of a gate g and an up u in turn
+            min(g, 7) · sigmoid(1.702 · min(g, 7)) · (clamp(u, -7, 7) + 1).
+    Source: gpt-oss, arXiv:2508.10925 §2.1.
+    """
+    if activation == CLAMPED:
+        gate = gate_up[..., ::2].clamp(max=GATE_LIMIT)
+        up = gate_up[..., 1::2].clamp(-GATE_LIMIT, GATE_LIMIT)
+        return gate * torch.sigmoid(GATE_SHARPNESS * gate) * (up + 1)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
 
 def rope_write_reference(
     q: Tensor,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specc.kernels.reference.fused import ACTIVATIONS, rope_write_reference
+from specc.kernels.reference.fused import ACTIVATIONS, gated, rope_write_reference
 
 
 def add_norm_linear_reference(
@@ -232,7 +232,14 @@ def _norm_linear(
 
 
 def experts_reference(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Add up what the chosen experts make of each token, each with its weight.
 
@@ -242,7 +249,10 @@ def experts_reference(
         weights: [N, K] of these experts, in float32 or the dtype of x.
         gate_up: [E, 2 I, H] in the dtype of x; the first I rows of an expert are the gate's.
         down: [E, H, I] in the dtype of x.
-        activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
+        activation: `silu`, `gelu`, `gelu_tanh`, `relu`; `clamped` of rows that are a gate's and
+            another's in turn, see `gated`.
+        gate_up_bias: [E, 2 I] in the dtype of x, or None.
+        down_bias: [E, H], likewise; its share of a token's sum has the expert's weight, too.
     Returns:
         [N, H] in the dtype of x. Products and sums are in float32; rounded are what the second
         product reads, which has the dtype of its weights, and the result.
@@ -255,10 +265,10 @@ def experts_reference(
         pairs = (flat == expert).nonzero()[:, 0]
         if not len(pairs):
             continue
-        rows = functional.linear(x[pairs // top_k].float(), gate_up[expert].float())
-        gate, up = rows.chunk(2, dim=-1)
-        inner = (ACTIVATIONS[activation](gate) * up).to(x.dtype)
-        found[pairs] = functional.linear(inner.float(), down[expert].float())
+        biases = (None if b is None else b[expert].float() for b in (gate_up_bias, down_bias))
+        rows = functional.linear(x[pairs // top_k].float(), gate_up[expert].float(), next(biases))
+        inner = gated(rows, activation).to(x.dtype)
+        found[pairs] = functional.linear(inner.float(), down[expert].float(), next(biases))
     weighted = found.view(num_tokens, top_k, -1) * weights.float()[:, :, None]
     is_expert = (ids >= 0) & (ids < gate_up.shape[0])
     return weighted.masked_fill(~is_expert[:, :, None], 0.0).sum(dim=1).to(x.dtype)

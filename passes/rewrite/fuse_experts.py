@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from specc.artifact.weight_layout import turned
 from specc.kernels import ops
+from specc.kernels.reference.fused import CLAMPED
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import attention_is_a_tree
 from specc.passes.program import Program, bind_args, emit_call
+from specc.passes.rewrite.clamped_gate import clamped_gate
 from specc.passes.rewrite.columns import only_user, same_shape
 from specc.passes.rewrite.replace_grouped_mm import has_no_foreign_ops
+from specc.passes.rewrite.turn_stack import turn_stack
 
 aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,8 +28,10 @@ _RESHAPES = (aten.reshape.default, aten.view.default)
 class FuseExperts(Pass):
     """Sort by expert, `grouped_mm`, `act_and_mul`, `grouped_mm`, sum → `specc.experts`.
 
-    The router before it stays as it is, and so does an expert that all tokens share. What is left
-    alone reads on the host how many tokens each expert has.
+    gpt-oss has biases after both products, and a gate of its own between them (`clamped_gate`); its
+    matrices are [inputs, outputs], and become [outputs, inputs]. The router before it stays as it
+    is, and so does an expert that all tokens share. What is left alone reads on the host how many
+    tokens each expert has.
     """
 
     requires = (attention_is_a_tree, has_no_foreign_ops)
@@ -36,11 +43,9 @@ class FuseExperts(Pass):
         for first in program.calls(ops.grouped_mm):
             if first in seen:
                 continue
-            gate = only_user(first)
-            second = None if gate is None else only_user(gate)
             try:
-                if gate is None or gate.target is not ops.act_and_mul:
-                    raise _NoMatch("no gate alone reads the first product")
+                gate = _gate_of(first)
+                second = only_user(gate.result)
                 if second is None or second.target is not ops.grouped_mm:
                     raise _NoMatch("no second product alone reads the gate")
                 seen.add(second)
@@ -57,7 +62,59 @@ class _NoMatch(Exception):
     """Why a mixture stays as it is."""
 
 
-def _fuse(program: Program, first: fx.Node, gate: fx.Node, second: fx.Node) -> None:
+@dataclass(frozen=True)
+class _Gate:
+    """What stands between two products.
+
+    Args:
+        result: what the second one reads.
+        activation: of `specc.experts`.
+        bias: what was added to the first product, or None.
+    """
+
+    result: fx.Node
+    activation: str
+    bias: fx.Node | None
+
+
+def _gate_of(first: fx.Node) -> _Gate:
+    user = only_user(first)
+    if user is not None and user.target is ops.act_and_mul:
+        return _Gate(user, user.args[1], None)  # type: ignore[arg-type]
+    rows = _with_bias(first)
+    result = None if rows is first else clamped_gate(rows)
+    if result is None:
+        raise _NoMatch("no gate alone reads the first product")
+    return _Gate(result, CLAMPED, _other_of(rows, first))
+
+
+def _with_bias(product: fx.Node) -> fx.Node:
+    """The sum of a product and of the biases of its rows' experts, or the product."""
+    user = only_user(product)
+    is_sum = user is not None and user.target is aten.add.Tensor
+    if not is_sum or bind_args(user)["alpha"] != 1 or len(user.all_input_nodes) != 2:
+        return product
+    return user
+
+
+def _other_of(node: fx.Node, operand: fx.Node) -> fx.Node:
+    (other,) = (item for item in node.all_input_nodes if item is not operand)
+    return other
+
+
+def _bias_of(program: Program, rows: fx.Node, sort: fx.Node, outputs: int) -> fx.Node:
+    """The parameter [E, N] of which these are the rows of the sorted ids."""
+    reason = "what is added to a product is not a row of its expert"
+    _require(rows, aten.embedding.default, reason)
+    weight, index = rows.args[:2]
+    if _sort_of(index, 0) is not sort or weight.target not in program.weights:  # type: ignore[union-attr]
+        raise _NoMatch(reason)
+    if weight.meta["val"].shape[1] != outputs:  # type: ignore[union-attr]
+        raise _NoMatch(reason)
+    return weight  # type: ignore[return-value]
+
+
+def _fuse(program: Program, first: fx.Node, gate: _Gate, second: fx.Node) -> None:
     bound, last = bind_args(first), bind_args(second)
     x, tokens = _row_of(bound["x"], "rows of the first product")
     sort, top_k = _permutation_of(tokens)
@@ -65,21 +122,28 @@ def _fuse(program: Program, first: fx.Node, gate: fx.Node, second: fx.Node) -> N
     if bound["ends"] is not last["ends"]:
         raise _NoMatch("the products have groups of their own")
     num_experts = _require_ends(bound["ends"], sort)
-    gate_up, down = (_stack(program, args["weight"]) for args in (bound, last))
-    if last["x"] is not gate:
+    stacks = [_stack(program, args["weight"]) for args in (bound, last)]
+    if last["x"] is not gate.result:
         raise _NoMatch("the second product reads the gate as its matrix")
     value = x.meta["val"]
-    shapes = value.shape[1], gate.meta["val"].shape[1]
+    shapes = value.shape[1], gate.result.meta["val"].shape[1]
     wanted = (num_experts, 2 * shapes[1], shapes[0]), (num_experts, shapes[0], shapes[1])
-    if (
-        value.dim() != 2
-        or (tuple(gate_up.meta["val"].shape), tuple(down.meta["val"].shape)) != wanted
-    ):
+    if value.dim() != 2 or tuple(_rows_first(node) for node in stacks) != wanted:
         raise _NoMatch("matrices are not one of each expert")
-    dtypes = {_dtype(item) for item in (x, gate_up, down)}
+    sum_of_second = _with_bias(second)
+    biases: list[fx.Node | None] = [None, None]
+    if gate.bias is not None:
+        added = gate.bias, _other_of(sum_of_second, second) if sum_of_second is not second else None
+        sizes = (rows for _, rows, _ in wanted)
+        biases = [_bias_of(program, rows, sort, n) for rows, n in zip(added, sizes, strict=True)]
+    elif sum_of_second is not second:
+        raise _NoMatch("what is added to the second product alone")
+    dtypes = {
+        _dtype(item) for item in (x, *(node.source for node in stacks), *filter(None, biases))
+    }
     if len(dtypes) != 1 or value.dtype not in _DTYPES:
         raise _NoMatch(f"the products are of {', '.join(map(str, sorted(dtypes, key=str)))}")
-    weights, total = _weighted_sum(second, sort, top_k)
+    weights, total = _weighted_sum(sum_of_second, sort, top_k)
     total = _rounded(total, value.dtype)
     if not same_shape(total.meta["val"], value) or _dtype(total) != value.dtype:
         raise _NoMatch("the sum is not a row of the input's dtype for each token")
@@ -88,8 +152,13 @@ def _fuse(program: Program, first: fx.Node, gate: fx.Node, second: fx.Node) -> N
     if _dtype(weights) not in (torch.float32, value.dtype):
         raise _NoMatch(f"the weights are of {_dtype(weights)}")
     graph = program.graph
+    for stack, product in zip(stacks, (first, second), strict=True):
+        if not stack.is_transposed:
+            program.weights[stack.source.target] = turn_stack(program, stack.source, [product])  # type: ignore[index]
+    gate_up, down = (stack.source for stack in stacks)
+    own = () if gate.bias is None else biases
     with graph.inserting_before(total):
-        fused = emit_call(graph, ops.experts, x, ids, weights, gate_up, down, gate.args[1])
+        fused = emit_call(graph, ops.experts, x, ids, weights, gate_up, down, gate.activation, *own)
     fused.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
     total.replace_all_uses_with(fused)
 
@@ -167,16 +236,40 @@ def _without_conversions(node: Any) -> Any:
     return node
 
 
-def _stack(program: Program, node: Any) -> fx.Node:
-    """The parameter [E, out, in] whose transposes are the experts' matrices [in, out]."""
+@dataclass(frozen=True)
+class _Stack:
+    """A parameter with a matrix of each expert.
+
+    Args:
+        source: [E, outputs, inputs], or as many [inputs, outputs].
+        is_transposed: the product reads the transposes of the first kind.
+    """
+
+    source: fx.Node
+    is_transposed: bool
+
+
+def _rows_first(stack: _Stack) -> tuple[Any, ...]:
+    """[E, outputs, inputs]."""
+    shape = tuple(stack.source.meta["val"].shape)
+    return shape if stack.is_transposed else turned(shape)
+
+
+def _stack(program: Program, node: Any) -> _Stack:
+    """What holds the experts' matrices [in, out] that a product reads."""
     reason = "matrices of experts are not parameters of rows of their inputs"
+    if isinstance(node, fx.Node) and node.target in program.weights:
+        key = program.weights[node.target].key  # type: ignore[index]
+        if len(node.users) > 1 or sum(x.key == key for x in program.weights.values()) > 1:
+            raise _NoMatch("another reads the matrices of experts, too")
+        return _Stack(node, is_transposed=False)
     if not isinstance(node, fx.Node) or node.target is not aten.transpose.int:
         raise _NoMatch(reason)
     bound = bind_args(node)
     source: fx.Node = bound["self"]
     if {bound["dim0"] % 3, bound["dim1"] % 3} != {1, 2} or source.target not in program.weights:
         raise _NoMatch(reason)
-    return source
+    return _Stack(source, is_transposed=True)
 
 
 def _weighted_sum(second: fx.Node, sort: fx.Node, top_k: int) -> tuple[fx.Node, fx.Node]:

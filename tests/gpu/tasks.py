@@ -35,7 +35,7 @@ PROBE_S = 60.0
 # files whose tests compile more than a process gets done in time, and in how many parts they run
 SHARDS = {"test_attend": 4, "test_accept": 3, "test_add_norm": 3, "test_attend_latent": 3}
 # of kernel tests; the others are about the interpreter, the compiler and TensorRT's plugins
-NOT_ON_A_GPU = ("test_interpreter", "test_budgets", "test_compiled_chunks")
+NOT_ON_A_GPU = ("test_interpreter", "test_budgets", "test_compiled_scores")
 SANITIZED = (
     "commit_kv", "write_kv", "attend", "rope_write", "add_norm", "skinny_linear", "accept",
     "node_winners",

@@ -128,7 +128,9 @@ def _experts(rng: random.Random) -> Arguments:
         "weights": torch.rand(tokens, 2),
         "gate_up": _floats(dtype, num, 2 * inner, width),
         "down": _floats(dtype, num, width, inner),
-        "activation": rng.choice(ACTIVATIONS),
+        "activation": rng.choice((*ACTIVATIONS, "clamped")),
+        "gate_up_bias": rng.choice((None, _floats(dtype, num, 2 * inner))),
+        "down_bias": rng.choice((None, _floats(dtype, num, width))),
     }
 
 

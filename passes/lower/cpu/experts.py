@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import fx
 
 from specc.artifact.weight_layout import UNITS, turned
 from specc.kernels import ops
 from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.lower.cpu.linear import inputs_of_blocks
-from specc.passes.program import Program, Weight, bind_args, emit_call, replace
+from specc.passes.program import Program, bind_args, emit_call, replace
 from specc.passes.quantize.quantize_experts import source_of
-
-aten = torch.ops.aten
+from specc.passes.rewrite.turn_stack import turn_stack
 
 
 class PackExperts(Pass):
@@ -82,27 +80,8 @@ def _pack(program: Program, source: fx.Node) -> None:
     if direct and transposed:
         raise NoMatch("products read its weight and its transpose")
     if direct:
-        weight = _turn(program, source, direct)
+        weight = turn_stack(program, source, direct)
     program.weights[source.target] = dataclasses.replace(weight, in_blocks=True)  # type: ignore[index]
-
-
-def _turn(program: Program, source: fx.Node, products: list[fx.Node]) -> Weight:
-    """Make an input [E, K, N], and a rank's part of it, one [E, N, K], whose transpose is read."""
-    weight, value = program.weights[source.target], source.meta["val"]  # type: ignore[index]
-    source.meta["val"] = value.new_empty(turned(tuple(value.shape)))
-    with program.graph.inserting_before(min(products)):
-        read = emit_call(program.graph, aten.transpose.int, source, 1, 2)
-    for product in products:
-        product.replace_input_with(source, read)
-    if program.shard is not None:
-        cuts = (
-            dataclasses.replace(cut, shape=turned(cut.shape), cuts=turned(cut.cuts))
-            if cut.key == weight.key
-            else cut
-            for cut in program.shard.weights
-        )
-        program.shard = dataclasses.replace(program.shard, weights=tuple(cuts))
-    return dataclasses.replace(weight, shape=turned(weight.shape), is_turned=not weight.is_turned)
 
 
 def unpack_experts(program: Program) -> None:

@@ -23,8 +23,8 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ MODULES = (
     "tree_context", "row_filters", "node_best", "node_winners", "accept_walk", "child_keys",
 )  # fmt: skip
 CAPABILITIES = (80, 90, 100, 120)
+ATTENTION = ("attend", "attend_few", "attend_wide", "attend_latent")
+# what calls of attention may have, and configurations ship without
+BESIDE = ("sinks", "softcap")
 # arguments whose memory no step writes
 CONSTANTS = ("weight",)
 # what kernels that fill the device read in their loops
@@ -76,10 +79,29 @@ class Usage:
     tensor_core: int
 
 
-def items(module: str, capability: int, chunk: int = 0) -> list[Any]:
-    """What a file ships for a capability; with a chunk, what it has for chunks of so much."""
+def items(module: str, capability: int, chunk: int = 0, beside: Collection[str] = ()) -> list[Any]:
+    """What a file ships for a capability.
+
+    Args:
+        chunk: what it has for chunks of so many positions; 0 is none.
+        beside: those of `BESIDE` that calls have.
+    """
     file = importlib.import_module(f"specc.kernels.cuda.{module}")
-    return list(file.in_chunks(capability, chunk) if chunk else file.shipped(capability))
+    found = file.in_chunks(capability, chunk) if chunk else file.shipped(capability)
+    return [with_beside(item, beside) for item in found]
+
+
+def with_beside(item: Any, names: Collection[str]) -> Any:
+    """A configuration of attention for calls that have what it ships without."""
+    if not names or not set(names) <= item.constexprs.keys():
+        return item
+    types = {"sinks": item.signature["q"], "softcap": "fp32"}
+    return replace(
+        item,
+        signature={**item.signature, **{name: types[name] for name in names}},
+        constexprs={name: x for name, x in item.constexprs.items() if name not in names},
+        divisible=(*item.divisible, *(name for name in names if name == "sinks")),
+    )
 
 
 def usage(item: Any, capability: int) -> Usage:
@@ -226,12 +248,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=MODULES, choices=MODULES)
     parser.add_argument("--names", nargs="+", help="these alone: sm_90/rows/tree_rows")
     parser.add_argument("--chunk", type=int, default=0, help="positions; of `--only attend`")
+    parser.add_argument("--beside", nargs="+", default=(), choices=BESIDE, help="of attention")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tables", type=Path, help="folder of budget tables to write")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing later")
     options = parser.parse_args()
     if options.chunk and (options.only != ["attend"] or options.tables):
         parser.error("--chunk goes with --only attend, and without --tables")
+    if options.beside and (not set(options.only) <= set(ATTENTION) or options.tables):
+        parser.error(f"--beside goes with --only {' '.join(ATTENTION)}, and without --tables")
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
     from triton import __version__, knobs
 
@@ -241,7 +266,7 @@ def main() -> int:
         (capability, f"{module}/{item.name}", item)
         for capability in options.capabilities
         for module in options.only
-        for item in items(module, capability, options.chunk)
+        for item in items(module, capability, options.chunk, options.beside)
         if options.names is None or f"sm_{capability}/{module}/{item.name}" in options.names
     ]
     lines = []

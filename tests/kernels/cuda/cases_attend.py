@@ -7,6 +7,7 @@ tokens. Unused entries of the block table name blocks that do not exist.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable
@@ -66,6 +67,8 @@ class Case:
     slopes: float = 0.0  # of the first head; 0 is none
     rounds: bool = False
     chunk: int = 0  # positions; 0 is no chunks
+    sinks: float = 0.0  # score of the first head's; 0 is none
+    softcap: float = 0.0  # 0 is none
 
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -116,68 +119,6 @@ CASES = {
     ),
     "far-window": Case(((1, 99_000),), False, F16, (2, 1), (16, 16), 0, window=50, sink=3),
 }
-SLOPED_CASES = {
-    "tree": Case(((7, 40), (1, 10), (5, 32)), splits=2, slopes=0.5),
-    "tree-half": Case(((9, 100), (3, 63)), True, F16, block_size=64, splits=2, slopes=0.25),
-    "tree-of-64": Case(((64, 5),), heads=(2, 1), sizes=(16, 16), num_words=2, slopes=0.1),
-    # steps of 64 keys: both halves of their bits
-    "tree-of-64-half": Case(((64, 5),), True, F16, (2, 1), (16, 16), slopes=0.3),
-    "tree-of-3-words": Case(((65, 61),), True, F16, (2, 1), (16, 16), first_node=65, slopes=0.1),
-    "tree-of-4-words": Case(((250, 30),), heads=(1, 1), sizes=(16, 16), slopes=0.2),
-    "draft-level": Case(((4, 70), (4, 31)), first_node=9, splits=2, slopes=0.5),
-    "tree-window-sink": Case(((7, 200), (3, 10)), True, F16, window=20, sink=5, slopes=0.05),
-    "prefill": Case(((40, 0), (23, 50)), False, F16, slopes=0.3),
-    "prefill-fp32": Case(((19, 30), (1, 77)), False, sizes=(32, 32), splits=2, slopes=0.3),
-    "dead-tokens": Case(((5, 70), (2, 9), (4, 20)), dead=(1, 5, 6, 10), tail=3, slopes=0.4),
-    # what wide and few rows take where there are no slopes
-    "wide": Case(((24, 150),), True, BF16, (4, 2), (128, 128), slopes=0.02),
-    "few": Case(((3, 150),), True, BF16, (4, 2), (64, 64), slopes=0.02),
-    "rounded": Case(((7, 700),), heads=(2, 2), splits=2, slopes=0.01, rounds=True),
-    "rounded-prefill": Case(((40, 300),), False, heads=(2, 1), slopes=0.02, rounds=True),
-}
-CHUNKED_CASES = {
-    # sequences in their first chunk, at its end, and in a later one
-    "plain-decode": Case(((1, 40), (1, 31), (1, 32), (1, 3)), False, splits=2, chunk=32),
-    # trees that cross into the next chunk, begin with one, and lie within one
-    "tree": Case(((9, 46), (7, 48), (5, 17)), splits=2, chunk=16),
-    "tree-half": Case(((9, 125), (3, 63)), True, F16, block_size=64, splits=2, chunk=64),
-    "tree-of-several-chunks": Case(((64, 5),), heads=(2, 1), sizes=(16, 16), chunk=3),
-    # steps of 64 keys: both halves of their bits
-    "tree-of-64-half": Case(((64, 5),), True, F16, (2, 1), (16, 16), chunk=5),
-    "tree-of-3-words": Case(((65, 61),), True, F16, (2, 1), (16, 16), first_node=65, chunk=7),
-    "draft-level": Case(((4, 70), (4, 31)), first_node=9, splits=2, chunk=36),
-    "tree-window-sink": Case(
-        ((7, 200), (3, 10)), True, F16, (4, 2), (64, 64), window=20, sink=5, chunk=150
-    ),
-    "prefill": Case(((40, 0), (23, 50)), False, F16, chunk=24),
-    # blocks of keys that every row of a tile sees, after a chunk's beginning
-    "prefill-within": Case(((20, 300),), False, F16, (2, 1), (16, 16), chunk=200),
-    "prefill-fp32": Case(((19, 30), (1, 77)), False, sizes=(32, 32), splits=2, chunk=40),
-    "prefill-crosses": Case(((70, 230),), False, F16, (2, 1), (16, 16), chunk=256),
-    # tiles, and steps of keys, of many chunks
-    "prefill-of-many": Case(((70, 11), (9, 3)), False, F16, (2, 1), (16, 16), chunk=5),
-    "of-one-position": Case(((9, 20),), True, F16, (2, 1), (16, 16), chunk=1),
-    # windows within chunks and beyond them, with sinks before a chunk and within it
-    "prefill-window-sink": Case(
-        ((70, 130),), False, F16, (2, 1), (16, 16), window=33, sink=140, chunk=128
-    ),
-    "tree-sink-within": Case(
-        ((7, 200),), True, F16, (2, 1), (16, 16), window=20, sink=160, chunk=150
-    ),
-    "wider-window": Case(((12, 90), (2, 3)), False, heads=(2, 1), window=70, sink=40, chunk=24),
-    "tiles-of-128": Case(((37, 90), (2, 5)), True, BF16, (7, 1), (32, 32), splits=2, chunk=60),
-    "dead-tokens": Case(((5, 70), (2, 9), (4, 20)), dead=(1, 5, 6, 10), tail=3, chunk=12),
-    # what wide and few rows take where there are no chunks
-    "wide": Case(((24, 150),), True, BF16, (4, 2), (128, 128), chunk=100),
-    "few": Case(((3, 150),), True, BF16, (4, 2), (64, 64), chunk=100),
-    "slopes": Case(((9, 46), (1, 10)), splits=2, slopes=0.2, chunk=16),
-    "slopes-of-3-words": Case(
-        ((65, 61),), True, F16, (2, 1), (16, 16), first_node=65, slopes=0.1, chunk=20
-    ),
-    "slopes-of-a-prefill": Case(((40, 0), (23, 50)), False, F16, slopes=0.3, chunk=24),
-    "chosen-splits": Case(((2, 150), (1, 300)), heads=(2, 1), splits=None, chunk=128),
-    "one-of-chosen-splits": Case(((2, 450),), heads=(2, 1), splits=None, chunk=256),
-}
 # sizes that only a GPU computes in time
 GPU_CASES = {
     "long-tree": Case(((32, 131_000),), True, BF16, (32, 8), (128, 128), splits=None),
@@ -206,8 +147,12 @@ class Call:
 
     def reference(self) -> Tensor:
         """What the oracle makes of the same values in float32."""
-        wide = [x.float() if x is not None and x.is_floating_point() else x for x in self.args]
-        return attend_reference(*wide, **self.options)
+        wide = [_widened(x) for x in self.args]
+        return attend_reference(*wide, **{k: _widened(x) for k, x in self.options.items()})
+
+
+def _widened(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def make_call(case: Case, device: torch.device) -> Call:
@@ -302,6 +247,13 @@ def make_call(case: Case, device: torch.device) -> Call:
         options |= {"slopes": slopes.to(device), "rounds_bias": case.rounds}
     if case.chunk:
         options["chunk"] = case.chunk
+    if case.sinks:
+        # falling from head to head, and none of the last one
+        sinks = case.sinks - 0.7 * torch.arange(num_heads, dtype=torch.float32)
+        sinks[-1] = sinks[-1] if num_heads == 1 else -math.inf
+        options["sink_logits"] = sinks.to(case.dtype).to(device)
+    if case.softcap:
+        options["softcap"] = case.softcap
     return Call(args, options)
 
 

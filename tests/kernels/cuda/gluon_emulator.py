@@ -328,17 +328,19 @@ class Launcher:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **given: Any) -> None:
-            constexprs = {k: v for k, v in given.items() if k not in self.options}
-            arguments = [_flat(x) if isinstance(x, Tensor) else x for x in args]
+            named = {k: _passed(x) for k, x in given.items() if k not in self.options}
+            arguments = [_passed(x) for x in args]
             for index in itertools.product(*map(range, grid)):
                 _group.program = Program(index, grid)
-                self.kernel(*arguments, **constexprs)
+                self.kernel(*arguments, **named)
 
         return launch
 
 
-def _flat(x: Tensor) -> Pointer:
-    """Memory from the first element of a tensor to its last."""
+def _passed(x: Any) -> Any:
+    """An argument as a kernel has it: of a tensor the memory from its first element to its last."""
+    if not isinstance(x, Tensor):
+        return x
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     size = last + 1 if x.numel() else 0
     return Pointer(x.as_strided((size,), (1,)))

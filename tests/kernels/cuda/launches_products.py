@@ -22,7 +22,7 @@ from specc.kernels.cuda import (
     linear_q,
     skinny_linear,
 )
-from specc.kernels.reference.fused import ACTIVATIONS
+from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
 from tests.kernels.cuda.cases_linear_q import ALL
 
 I32, I64 = torch.int32, torch.int64
@@ -110,6 +110,8 @@ def _experts_calls() -> Iterator[Any]:
                 for kind in {dtype, torch.float32}:
                     weights = _meta(num_tokens, 8, dtype=kind)
                     yield experts.experts(x, ids, weights, *stacks, activation)
+            biases = (_meta(*stack.shape[:2], dtype=dtype) for stack in stacks)
+            yield experts.experts(x, ids, weights, *stacks, CLAMPED, *biases)
 
 
 def _linear_q_calls() -> Iterator[Any]:

@@ -17,15 +17,14 @@ from specc.kernels.cuda.shipped import CAPABILITIES
 from tests.kernels.cuda.cases_attend import (
     BF16,
     CASES,
-    CHUNKED_CASES,
     F16,
     GPU_CASES,
-    SLOPED_CASES,
     Case,
     check_attend,
     check_bad_data,
     make_call,
 )
+from tests.kernels.cuda.cases_scores import CHUNKED_CASES, SINK_CASES, SLOPED_CASES, SOFTCAP_CASES
 from tests.kernels.cuda.covering_attend import COVERING_CASES, FACTORS, ROWS, pairs_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -131,6 +130,31 @@ def test_slopes(name: str, device: torch.device) -> None:
 def test_chunks(name: str, device: torch.device) -> None:
     """Rows before a chunk are NaN: they are neither seen nor read."""
     check_attend(CHUNKED_CASES[name], device)
+
+
+@pytest.mark.parametrize("name", SINK_CASES)
+def test_sinks(name: str, device: torch.device) -> None:
+    """A row's sink counts once, however many splits there are, and in the first if it is empty."""
+    check_attend(SINK_CASES[name], device)
+
+
+@pytest.mark.parametrize("name", SOFTCAP_CASES)
+def test_softcap(name: str, device: torch.device) -> None:
+    check_attend(SOFTCAP_CASES[name], device)
+
+
+@pytest.mark.parametrize("softcap", [-1.0, float("inf"), float("nan")])
+def test_a_softcap_is_finite(softcap: float, device: torch.device) -> None:
+    call = make_call(Case(((2, 5),)), device)
+    with pytest.raises(ValueError, match="found a softcap of"):
+        module.attend(*call.args, **(call.options | {"softcap": softcap}))
+
+
+def test_sinks_are_those_of_all_heads(device: torch.device) -> None:
+    call = make_call(SINK_CASES["tree"], device)
+    for sinks in (call.options["sink_logits"][:1], call.options["sink_logits"].half()):
+        with pytest.raises(ValueError, match="found sinks"):
+            module.attend(*call.args, **(call.options | {"sink_logits": sinks}))
 
 
 def test_a_chunk_has_positions(device: torch.device) -> None:

@@ -37,6 +37,12 @@ CASES = {
     "pages-of-128": Case(((6, 290),), True, BF16, HEADS, block_size=128, splits=2),
     "region-of-blocks": Case(((4, 5),), True, BF16, (4, 2), first_node=150, splits=2),
     "empty": Case(((5, 0),), True, BF16, HEADS, splits=2),
+    "sinks": Case(((5, 150),), True, BF16, (6, 2), splits=2, sinks=4.0),
+    "sinks-of-few-keys": Case(((3, 0),), True, BF16, HEADS, splits=3, dead=(1,), sinks=2.0),
+    "sinks-ahead": Case(((1, 700),), False, F16, (4, 1), splits=2, sinks=5.0),
+    "softcap": Case(((5, 150),), True, BF16, HEADS, splits=3, softcap=0.7),
+    "softcap-ahead": Case(((6, 900),), True, F16, HEADS, splits=3, softcap=0.7, sinks=3.0),
+    "softcap-causal": Case(((7, 60),), False, BF16, (4, 1), splits=2, softcap=1.0),
     "head-128": Case(((4, 130),), True, F16, HEADS, (128, 128), splits=3),
     "head-128-of-3": Case(((5, 130),), True, F16, (6, 2), (128, 128), splits=3),
 }

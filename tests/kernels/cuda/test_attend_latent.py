@@ -71,6 +71,14 @@ CASES = {
     "rank-80": Case(((3, 40),), True, BF16, (4, 1), (90, 80)),
     "empty-splits": Case(((3, 40), (2, 0)), True, heads=(2, 1), sizes=(24, 16), splits=8),
     "chosen-splits": Case(((2, 150),), heads=(2, 1), sizes=(24, 16), splits=None),
+    "sinks": Case(((7, 40), (1, 10)), heads=(4, 1), sizes=(28, 20), splits=2, sinks=3.0),
+    "sinks-window": Case(
+        ((5, 90),), True, F16, (4, 1), (24, 16), dead=(1,), window=20, splits=3, sinks=2.0
+    ),
+    "softcap": Case(((3, 200),), True, BF16, (4, 1), (328, 296), splits=2, softcap=0.7),
+    "softcap-prefill": Case(
+        ((40, 0), (23, 50)), False, F16, (2, 1), (40, 32), softcap=1.0, sinks=2.0
+    ),
     "many-heads": Case(((2, 20),), False, BF16, (128, 1), (24, 16), splits=2),
 }  # fmt: skip
 # sizes that only a GPU computes in time
@@ -97,7 +105,7 @@ def make_latent_call(case: Case, device: torch.device) -> Call:
 
 def run(call: Call, splits: int | None) -> torch.Tensor:
     q, k_cache, values, *others = call.args
-    options = {name: call.options[name] for name in ("scale", "window", "sink")}
+    options = {name: x for name, x in call.options.items() if name != "values_in_keys"}
     return attend_latent.attend_latent(
         q, k_cache, values.shape[3], *others, **options, num_splits=splits
     )

@@ -39,9 +39,14 @@ CASES = {
     "pages-of-128": Case(((12, 290),), True, BF16, HEADS, SIZES, 128, splits=2),
     "region-of-blocks": Case(((4, 5),), True, BF16, (4, 2), SIZES, first_node=150, splits=2),
     "empty": Case(((5, 0),), True, BF16, HEADS, SIZES, splits=2),
+    "sinks": Case(((11, 150),), True, F16, (6, 2), SIZES, splits=2, sinks=4.0),
+    "sinks-of-two-groups": Case(((20, 130),), True, BF16, HEADS, SIZES, splits=3, sinks=4.0),
+    "softcap": Case(((15, 70),), True, BF16, HEADS, SIZES, splits=2, dead=(0, 3), softcap=0.7),
+    "softcap-causal": Case(((17, 60),), False, BF16, (4, 1), SIZES, softcap=1.0, sinks=2.0),
 }
 EVEN = {
     "batch": Case(((5, 130), (5, 0), (5, 70)), True, BF16, HEADS, SIZES, splits=2),
+    "batch-sinks": Case(((5, 130), (5, 0)), True, BF16, HEADS, SIZES, splits=2, sinks=3.0),
     "batch-causal": Case(((2, 127), (2, 62)), False, BF16, (8, 1), SIZES, splits=2),
     "batch-dead": Case(((3, 70), (3, 9)), True, F16, HEADS, SIZES, splits=3, dead=(1, 3, 4, 5)),
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specc.kernels.cuda import experts as module
 from specc.kernels.cuda.experts import experts
+from specc.kernels.reference.fused import CLAMPED
 from specc.kernels.reference.products import experts_reference
 
 pytestmark = [
@@ -51,6 +52,7 @@ class Case:
     choice: str = "any"
     activation: str = "silu"
     weights: torch.dtype | None = F32
+    has_biases: bool = False
 
 
 CASES = {
@@ -72,6 +74,11 @@ CASES = {
     "sorted-all-to-one": Case(140, 2, 4, 40, 136, BF16, "one"),
     "sorted-unused": Case(140, 2, 8, 40, 24, F32, "half", "gelu_tanh"),
     "sorted-no-expert": Case(90, 3, 4, 40, 24, F32, "bad", "relu"),
+    "biases": Case(6, 3, 4, 40, 24, F32, "bad", has_biases=True),
+    "clamped": Case(5, 2, 4, 48, 40, F32, activation=CLAMPED, has_biases=True),
+    "clamped-bf16": Case(7, 2, 4, 130, 34, BF16, "one", CLAMPED, has_biases=True),
+    "sorted-clamped": Case(65, 4, 6, 72, 40, F16, "any", CLAMPED, has_biases=True),
+    "clamped-without-biases": Case(5, 2, 4, 40, 24, F32, activation=CLAMPED),
     # more experts than a program counts at a time
     "sorted-many-experts": Case(26, 10, 132, 24, 16, F32),
     # more pairs than a program of the sort reads at a time
@@ -112,6 +119,10 @@ def make_operands(case: Case, device: torch.device) -> dict[str, Any]:
             name: (stack * stack.shape[-1] ** -0.5).to(case.dtype) for name, stack in stacks.items()
         },
     }
+    if case.has_biases:
+        operands["gate_up_bias"] = 3 * torch.randn(case.num_experts, 2 * case.size)
+        operands["down_bias"] = torch.randn(case.num_experts, case.hidden)
+        operands |= {x: operands[x].to(case.dtype) for x in ("gate_up_bias", "down_bias")}
     return {name: value.to(device) for name, value in operands.items()} | {
         "activation": case.activation
     }
@@ -154,6 +165,9 @@ SLOW = {
     "sorted-no-expert",
     "sorted-many-experts",
     "sorted-many-pairs",
+    "biases",
+    "clamped",
+    "sorted-clamped",
 )
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES]
@@ -221,6 +235,8 @@ def test_no_tokens(device):
         ({"down": torch.zeros(4, 40, 24, dtype=F16)}, "found down"),
         ({"down": torch.zeros(4, 24, 40).mT}, "found down of strides"),
         ({"activation": "swish"}, "found swish"),
+        ({"gate_up_bias": torch.zeros(4, 24)}, "found gate_up_bias"),
+        ({"down_bias": torch.zeros(4, 40, dtype=F16)}, "found down_bias"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -63,6 +63,59 @@ def test_experts_are_one_operator(name, dtype):
         assert_runs_alike(before, after, models.VOCAB)
 
 
+def test_experts_of_gpt_oss():
+    """Biases, matrices [inputs, outputs], and a gate of its own."""
+    before, after, program, pipeline = lower(build_model("gpt_oss"))
+    assert reasons(pipeline, "FuseExperts") == []
+    for layer, call in enumerate(program.calls(ops.experts)):
+        _, _, _, gate_up, down, activation, *biases = call.args
+        parts = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+        given = [program.weights[node.target] for node in (gate_up, down, *biases)]
+        assert [weight.parameters[0] for weight in given] == [
+            f"model.layers.{layer}.mlp.experts.{part}" for part in parts
+        ]
+        assert [weight.is_turned for weight in given] == [True, True, False, False]
+        assert activation == "clamped"
+    assert len(program.calls(ops.experts)) == len(program.layers)
+    assert not program.calls(ops.grouped_mm)
+    assert_runs_alike(before, after, models.VOCAB)
+
+
+def clamped(combine, limit=7.0, is_in_turn=True):
+    """A gate like that of gpt-oss."""
+
+    def gate_of(rows):
+        gate, up = (rows[..., ::2], rows[..., 1::2]) if is_in_turn else rows.chunk(2, -1)
+        return combine(gate.clamp(max=limit), up.clamp(min=-limit, max=limit))
+
+    return gate_of
+
+
+def own_gate(gate, up):
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+GATES = {
+    "halves": clamped(own_gate, is_in_turn=False),
+    "limits-of-6": clamped(own_gate, 6.0),
+    "up-first": clamped(lambda gate, up: own_gate(up, gate)),
+    "sharper": clamped(lambda gate, up: (up + 1) * (gate * torch.sigmoid(gate * 1.5))),
+    "two-more": clamped(lambda gate, up: (up + 2) * (gate * torch.sigmoid(gate * 1.702))),
+    "of-the-other": clamped(lambda gate, up: (up + 1) * (up * torch.sigmoid(gate * 1.702))),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_other_gates_stay(name):
+    model = build_model("gpt_oss")
+    for layer in model.model.layers:
+        layer.mlp.experts._apply_gate = GATES[name]
+    before, after, _, pipeline = lower(model)
+    assert rewrites(pipeline, "FuseExperts") == 0
+    assert "no gate alone reads the first product" in reasons(pipeline, "FuseExperts")
+    assert_runs_alike(before, after, models.VOCAB)
+
+
 @pytest.mark.slow
 def test_shared_experts_stay_products():
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -149,12 +202,23 @@ class WeightsFirst(Mixture):
         return weights.reshape(-1)[permutation].unsqueeze(-1) * rows
 
 
-@pytest.mark.default("OneOfFour")
+class NotTransposed(Mixture):
+    """Matrices [E, in, out]: the engine's file has their transposes."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Parameter(self.down.detach().mT.contiguous())
+
+    def second(self, inner, ends):
+        return ops.grouped_mm(inner, self.down, ends)
+
+
+@pytest.mark.default("OneOfFour", "NotTransposed")
 @pytest.mark.parametrize(
     "kind",
     only(
-        (Mixture, OneOfFour),
-        [Mixture, Gelu, ThreeOfFour, OneOfFour, WeightsFirst],
+        (Mixture, OneOfFour, NotTransposed),
+        [Mixture, Gelu, ThreeOfFour, OneOfFour, WeightsFirst, NotTransposed],
     ),
 )
 def test_spellings_are_fused(kind):
@@ -188,17 +252,6 @@ class ReadTwice(Mixture):
 
     def weigh(self, rows, weights, permutation):
         return super().weigh(rows, weights, permutation) + rows
-
-
-class NotTransposed(Mixture):
-    """Matrices [E, in, out]."""
-
-    def __init__(self):
-        super().__init__()
-        self.down = nn.Parameter(self.down.detach().mT.contiguous())
-
-    def second(self, inner, ends):
-        return ops.grouped_mm(inner, self.down, ends)
 
 
 class Computed(Mixture):
@@ -259,7 +312,6 @@ class Turned(Mixture):
 DECLINED = {
     NoGate: "no gate alone reads the first product",
     ReadTwice: "nothing but a product with the router's weights reads the second product",
-    NotTransposed: "matrices of experts are not parameters of rows of their inputs",
     Computed: "matrices of experts are not parameters of rows of their inputs",
     Largest: "the rows of a token's experts are not added up",
     Mean: "the rows of a token's experts are not added up",

@@ -236,9 +236,9 @@ def test_sinks_and_softcap_are_handed_on():
 
 
 @pytest.mark.default(
-    "SinksAndCap-attention sinks-cuda", "WideValues-keys of 4 columns and values of 8-cuda"
+    "SinksAndCap-attention sinks-tensorrt", "WideValues-keys of 4 columns and values of 8-tensorrt"
 )
-@pytest.mark.parametrize("name", ["cuda", pytest.param("onnx", marks=pytest.mark.slow), "tensorrt"])
+@pytest.mark.parametrize("name", [pytest.param("onnx", marks=pytest.mark.slow), "tensorrt"])
 @pytest.mark.parametrize(
     ("kind", "found"),
     [(SinksAndCap, "attention sinks"), (WideValues, "keys of 4 columns and values of 8")],
@@ -250,7 +250,7 @@ def test_backends_without_them_refuse(kind, found, name):
     assert found in caught.value.found
     assert f"backend {name}" in caught.value.found
     assert "--backend cpu" in caught.value.do
-    for able in ("cpu", "eager"):
+    for able in ("cpu", "cuda", "eager"):
         RequireAttention(facts_of(able)).run(program)
 
 

@@ -299,7 +299,9 @@ def test_latents_that_cannot_vote(models: Path, one_width: Path, tmp_path: Path)
         build(one_width, None, tmp_path / "engine", config)
     assert "latents of 132 columns in float32" in caught.value.found
     assert caught.value.do == "leave out --mla-cache, or choose no blocks"
-    two = save_tiny("minicpm3", tmp_path / "two", **ONE_WIDTH | {"v_head_dim": 16})
+    # nor could the keys that they expand to
+    wide = ONE_WIDTH | {"qk_nope_head_dim": 124, "v_head_dim": 16}
+    two = save_tiny("minicpm3", tmp_path / "two", **wide)
     with pytest.raises(ConfigError) as caught:
         build(two, None, tmp_path / "engine", config_for(BLOCKS, backend="cuda", dtype="float32"))
     assert caught.value.found.endswith("and latents of 132 in float32")
