@@ -20,13 +20,12 @@ from specc.server.other_doors.options import (
     NO_EFFECT,
     Count,
     SamplingOptions,
-    known_options,
+    read_options,
     sampling_fields,
 )
 from specc.server.parsers.message import Delta
 from specc.server.prompts import Completion
 from specc.server.protocol import ChatRequest, CompletionRequest, parse
-from specc.server.tokenizing import parse_fields
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",), "images": ([],), "template": ("",), "context": ([],), "logprobs": (False,),
@@ -85,7 +84,7 @@ def tags(names: Sequence[str]) -> dict[str, Any]:
 
 
 class OllamaEndpoints:
-    """Handlers, which raise ApiError, SpeccError or ClientGone, as those of `Endpoints`.
+    """Handlers, which raise what those of `Endpoints` do.
 
     Args:
         has_template: chats have one; without, prompts are read as they are.
@@ -109,8 +108,8 @@ class OllamaEndpoints:
         is_chat = kind is OllamaChat
 
         def read(body: bytes) -> tuple[str, Chat | Completion | None]:
-            given = known_options(self._endpoints.parse_body(body), _NEUTRAL, _NO_EFFECT)
-            wanted = parse_fields(kind, given, self._endpoints.unknown)
+            given = self._endpoints.parse_body(body)
+            wanted = read_options(kind, given, _NEUTRAL, _NO_EFFECT, self._endpoints.unknown)
             fields = self._fields(wanted)
             self._endpoints.check_model(fields["model"])
             if isinstance(wanted, OllamaChat):
@@ -143,8 +142,8 @@ class OllamaEndpoints:
 
     def _fields(self, wanted: OllamaRequest) -> dict[str, Any]:
         """Of a request to OpenAI's API, without its prompt."""
-        known = known_options(wanted.options or {}, NEUTRAL, _NO_EFFECT_OPTIONS)
-        options = parse_fields(OllamaOptions, known, self._endpoints.unknown)
+        given, unknown = wanted.options or {}, self._endpoints.unknown
+        options = read_options(OllamaOptions, given, NEUTRAL, _NO_EFFECT_OPTIONS, unknown)
         most = self._endpoints.service.engine.max_seq_len
         if options.num_ctx is not None and options.num_ctx > most:
             raise bad_request(
