@@ -11,7 +11,9 @@ from specc.api import compile_with
 from specc.config import CompileConfig
 from tests.attack import check, ordinary, run_attacks
 from tests.attack_figures import Answered, Figures
-from tests.attackers import ATTACKS, Connections, chained_rules, chained_schema, request
+from tests.attack_process import ATTACKS
+from tests.attackers import Connections, chained_rules, chained_schema, request
+from tests.door_attackers import Operators
 
 PAIR = Path(__file__).resolve().parents[3] / "examples" / "pair"
 
@@ -31,6 +33,8 @@ def test_ordinary_requests_are_served_under_attack(name: str, engine: Path) -> N
     assert figures.misses(max_ratio=20) == []
     # beside other jobs, 448 connections were counted where a quiet machine makes a thousand
     assert sum(figures.attacks.values()) > (100 if name == Connections.name else 2)
+    if name == Operators.name:
+        assert figures.attacks.keys() == {f"{name} 401"}
 
 
 def figures_of(**changes: object) -> Figures:
