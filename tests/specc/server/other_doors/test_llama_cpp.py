@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.conftest import EOS, TinyModel, build_engine
+from tests.runtime.conftest import EOS, TinyModel
 from tests.specc.server.serving import Server, greedy_ids, greedy_text, serve
-from tests.specc.server.test_tokenizing import with_bos
+from tests.specc.server.test_tokenizing import serve_with_bos
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -157,11 +157,18 @@ def test_unknown_fields_and_keys() -> None:
         assert complete(server, n_predikt=5)["content"]
 
 
+def test_callers_with_keys_learn_nothing_of_each_other() -> None:
+    """What others have sent shows in tokens of the cache, and in what drafts know."""
+    with serve(api_keys=("one", "two")) as server:
+        headers = {"authorization": "Bearer one"}
+        answer = server.post(PATH, {"prompt": PROMPT} | GREEDY, headers=headers).json()
+    assert (answer["tokens_predicted"], answer["timings"]["predicted_n"]) == (12, 12)
+    assert "tokens_cached" not in answer
+    assert not {"draft_n", "draft_n_accepted"} & answer["timings"].keys()
+
+
 def test_props_and_health() -> None:
-    engine = build_engine()
-    assert engine.tokenizer is not None
-    with_bos(engine.tokenizer)
-    with serve(engine, "{{ messages }}") as server:
+    with serve_with_bos("{{ messages }}") as server:
         found = server.get("/props").json()
         assert found["default_generation_settings"]["n_ctx"] == 96
         assert (found["total_slots"], found["model_alias"]) == (3, "tiny")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 import pytest
 
 from specc.runtime.requests.chat_template import ChatTemplate
-from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
+from tests.specc.server.scripted import TEMPLATE
 from tests.specc.server.serving import MODEL, Server, greedy_text, serve
 from tests.specc.server.test_tools import ADD, CALL, NOW, OTHER, TEXT
 
@@ -21,15 +20,6 @@ CALLS = [
     {"function": {"name": "add", "arguments": {"x": 1, "y": 2}}},
     {"function": {"name": "now", "arguments": {}}},
 ]
-
-
-@pytest.fixture(scope="module")
-def rig() -> Iterator[tuple[Server, Script]]:
-    engine, script = scripted_engine()
-    options = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
-    with serve(engine, TEMPLATE, plan="chain-8", enable_auto_tool_choice=True, **options) as server:
-        yield server, script
-        server.wait_until_idle()
 
 
 def ask(server: Server, path: str, **body: Any) -> dict[str, Any]:
@@ -223,7 +213,7 @@ def test_unknown_names_and_keys(server) -> None:
     with serve(strict_fields=True, api_keys=("one",)) as other:
         headers = {"authorization": "Bearer one"}
         for path, body in ((CHAT, {"messages": [USER]}), (GENERATE, {"prompt": "a"})):
-            body |= {"model": MODEL, "options": OPTIONS}
+            body |= {"model": MODEL, "options": OPTIONS, "keep_alive": "5m"}
             assert other.post(path, body).status_code == 401
             assert other.post(path, body, headers=headers).status_code == 200
             assert other.post(path, body | {"x": 1}, headers=headers).status_code == 400
