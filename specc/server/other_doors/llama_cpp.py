@@ -53,6 +53,7 @@ class LlamaRequest(SamplingOptions):
     grammar: str | None = None
     json_schema: Any = None
     return_tokens: bool | None = None
+    cache_salt: str | None = None
 
 
 def props(endpoints: Endpoints, model: str, chat_template: str | None) -> dict[str, Any]:
@@ -112,6 +113,7 @@ def _fields(wanted: LlamaRequest) -> dict[str, Any]:
         "logprobs": wanted.n_probs or None,
         "structured_outputs": form or None,
         "return_spec_metrics": True,
+        "cache_salt": wanted.cache_salt,
     }
 
 

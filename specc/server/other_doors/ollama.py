@@ -55,6 +55,7 @@ class OllamaRequest(Fields):
     format: dict[str, Any] | Literal["", "json"] | None = None
     stream: bool | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
+    cache_salt: str | None = None
 
 
 class OllamaChat(OllamaRequest):
@@ -155,6 +156,7 @@ class OllamaEndpoints:
         return sampling_fields(options, options.num_predict) | {
             "model": wanted.model.removesuffix(_LATEST),
             "stream": wanted.stream is not False,
+            "cache_salt": wanted.cache_salt,
             "structured_outputs": form if wanted.format else None,
             "reasoning_effort": wanted.think if is_level else None,
             "chat_template_kwargs": None

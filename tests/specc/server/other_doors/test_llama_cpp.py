@@ -157,6 +157,14 @@ def test_unknown_fields_and_keys() -> None:
         assert complete(server, n_predikt=5)["content"]
 
 
+def test_salts_part_callers(server) -> None:
+    def cached(**more: Any) -> int:
+        return int(complete(server, prompt="abcdefghijklmnopqrstuvwxyz", **more)["tokens_cached"])
+
+    assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
+    assert min(cached(), cached(cache_salt="a")) > 0
+
+
 def test_callers_with_keys_learn_nothing_of_each_other() -> None:
     """What others have sent shows in tokens of the cache, and in what drafts know."""
     with serve(api_keys=("one", "two")) as server:

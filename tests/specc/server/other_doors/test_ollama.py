@@ -171,6 +171,19 @@ def test_forms(rig, form: Any) -> None:
     assert json.loads(ask(server, CHAT, messages=[USER], format=form)["message"]["content"]) == {}
 
 
+def test_salts_part_callers(server) -> None:
+    body = {"prompt": "zyxwvutsrqponmlkjihgfedcba", "raw": True}
+
+    def cached(**more: Any) -> int:
+        stats = server.service.core.scheduler.stats
+        before = stats.num_cached_tokens
+        ask(server, GENERATE, **body, **more)
+        return int(stats.num_cached_tokens - before)
+
+    assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
+    assert min(cached(), cached(cache_salt="a")) > 0
+
+
 def test_loading_and_names(server) -> None:
     for path, body in ((CHAT, {}), (CHAT, {"messages": []}), (GENERATE, {})):
         answer = ask(server, path, **body)
