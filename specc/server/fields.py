@@ -102,10 +102,9 @@ def known_fields(
     """
     known = {}
     for name, value in without_nulls(data).items():
-        if name in own or name not in neutral:
-            if name in own or name not in idle:
-                known[name] = value
-        elif not any(_same(value, other) for other in neutral[name]):
+        if name in own or not (name in neutral or name in idle):
+            known[name] = value
+        elif name in neutral and not any(_same(value, other) for other in neutral[name]):
             raise ApiError(
                 400,
                 f"Unsupported parameter: {name!r}. Please leave it out.",
