@@ -34,7 +34,9 @@ def test_ordinary_requests_are_served_under_attack(name: str, engine: Path) -> N
     # beside other jobs, 448 connections were counted where a quiet machine makes a thousand
     assert sum(figures.attacks.values()) > (100 if name == Connections.name else 2)
     if name == Operators.name:
-        assert figures.attacks.keys() == {f"{name} 401"}
+        # answers to bodies that nobody reads may be cut
+        assert figures.attacks.keys() <= {f"{name} {end}" for end in ("401", "cut", "late")}
+        assert figures.attacks[f"{name} 401"] > 2
 
 
 def figures_of(**changes: object) -> Figures:
@@ -54,7 +56,7 @@ def test_limits_of_figures() -> None:
         {"exit_code": -11},
         {"num_health_failures": 1},
         {"levels": [100 << 20, 300 << 20]},
-        {"threads": [5, 20]},
+        {"threads": [5, 40]},
         {"files": [9, 30]},
         {"log_bytes": 2 << 20},
         {"answers": figures_of().answers + slow},
