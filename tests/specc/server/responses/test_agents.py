@@ -83,7 +83,7 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    with serve_scripted(**AGENT) as made:
+    with serve_scripted(TEMPLATE, **AGENT) as made:
         yield Rig(*made)
 
 
