@@ -60,6 +60,7 @@ class Process:
                 [
                     "bash", "-c", f'ulimit -n {MAX_FILES} && exec "$@"', "bash",
                     sys.executable, "-P", "-c", MAIN, "serve", *args, "--no-measure",
+                    "--served-model-name", "engine",
                 ],
                 stderr=log,
                 cwd=ROOT,

@@ -133,6 +133,8 @@ def test_forms(server) -> None:
         ({"n_probs": 21}, "n_probs"),
         ({"temperature": -1}, "temperature"),
         ({"prompt": "a" * 96}, "maximum context length"),
+        # a text, and no token
+        ({"logit_bias": [["5", 1]]}, "logit_bias"),
     ],
 )
 def test_what_is_refused(server, body: Any, word: str) -> None:
