@@ -120,7 +120,7 @@ def test_a_call_that_is_cut_is_none(rig) -> None:
         assert parts[-1]["message"]["tool_calls"] == CALLS[1:]
 
 
-def test_what_the_template_gets(rig) -> None:
+def test_what_the_template_gets(rig, monkeypatch) -> None:
     """Calls and the answers to them have ids, whatever Ollama's clients leave out."""
     server, script = rig
     conversation = [
@@ -137,10 +137,19 @@ def test_what_the_template_gets(rig) -> None:
         {"role": "tool", "content": "noon", "tool_call_id": "call_1_1", "name": "now"},
     ]
     script.set("ok", ChatTemplate(TEMPLATE, {}).render(theirs))
+    prompts, make = [], server.service.core.requests.make
+
+    def seen(prompt: Any, *given: Any, **options: Any) -> Any:
+        prompts.append(made := make(prompt, *given, **options))
+        return made
+
+    monkeypatch.setattr(server.service.core.requests, "make", seen)
     answer = ask(server, CHAT, messages=conversation)
     assert answer["message"]["content"] == "ok"
-    count = server.post("/tokenize", {"messages": theirs}).json()["count"]
-    assert answer["prompt_eval_count"] == count
+    found = server.post("/tokenize", {"messages": theirs}).json()
+    assert answer["prompt_eval_count"] == found["count"]
+    (request,) = prompts
+    assert request.token_ids[: request.num_prompt_tokens] == found["tokens"]
 
 
 def test_how_much_it_thinks() -> None:
