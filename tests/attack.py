@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -31,7 +32,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from tests.attack_figures import Answered, Figures, percentile_of  # noqa: E402
-from tests.attackers import ATTACKS, CHATS, COMPLETIONS, TEMPLATE, ask, request  # noqa: E402
+from tests.attack_process import ATTACKS  # noqa: E402
+from tests.attackers import CHATS, COMPLETIONS, TEMPLATE, ask, request  # noqa: E402
 
 # what a phase of attack still disturbs when it has ended counts as its own
 SETTLE_S = 5.0
@@ -58,9 +60,12 @@ class Process:
                 [
                     "bash", "-c", f'ulimit -n {MAX_FILES} && exec "$@"', "bash",
                     sys.executable, "-P", "-c", MAIN, "serve", *args, "--no-measure",
+                    "--served-model-name", "engine",
                 ],
                 stderr=log,
                 cwd=ROOT,
+                # which nobody knows
+                env=os.environ | {"SPECC_ADMIN_KEY": secrets.token_hex()},
             )  # fmt: skip
 
     async def wait_until_ready(self) -> None:
@@ -187,8 +192,7 @@ class Run:
         self._phase = "attack"
         args = [str(self._process.port), ",".join(self._names), str(seconds)]
         attackers = await asyncio.create_subprocess_exec(
-            sys.executable, str(ROOT / "tests" / "attackers.py"), *args,
-            stdout=subprocess.PIPE,
+            sys.executable, "-m", "tests.attack_process", *args, stdout=subprocess.PIPE, cwd=ROOT,
         )  # fmt: skip
         try:
             out, _ = await asyncio.wait_for(attackers.communicate(), seconds + 60)

@@ -9,8 +9,9 @@ from typing import Any
 
 from specc.percentile import percentile
 
-# what may be left in the end: bytes, their share, threads, open files
-MORE_BYTES, MORE_SHARE, MORE_THREADS, MORE_FILES = 128 << 20, 0.2, 8, 16
+# what may be left in the end: bytes, their share, threads, open files. Pools of threads fill where
+# a machine is slow: 16 for chats, 3 for long texts, and asyncio's
+MORE_BYTES, MORE_SHARE, MORE_THREADS, MORE_FILES = 128 << 20, 0.2, 25, 16
 MAX_LOG_BYTES = 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""What attacks a server: a process of its own, so that its work costs the other clients nothing.
+"""What attacks a server: grammars, prompts, templates, connections, bodies.
 
 Every attack goes on until it is told to end; what the server answers is counted by status.
 """
@@ -8,15 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
-COMPLETIONS, CHATS, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
-RESPONSES = "/v1/responses"
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 # seconds that an attacker waits for its answer, and between two attacks of one kind
 PATIENCE_S, PAUSE_S = 20.0, 0.2
 # a template that serves ordinary messages, and messages that make it work without end
@@ -31,10 +28,11 @@ TEMPLATE = (
 )
 
 
-def request(path: str, body: Any = None, method: str = "POST") -> bytes:
+def request(path: str, body: Any = None, method: str = "POST", key: str | None = None) -> bytes:
     """The bytes of a request, whose answer ends where the connection does."""
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+    head += "" if key is None else f"Authorization: Bearer {key}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
@@ -163,90 +161,6 @@ class Templates(Attack):
             {"role": "user", "content": "a", "copies": 500_000_000},
         )
         return [request(CHATS, {"messages": [m], "max_tokens": 4}) for m in messages]
-
-
-class Messages(Attack):
-    """Conversations of Anthropic's form with blocks without end, in each of its lists."""
-
-    name, num_workers = "messages", 3
-
-    def prepare(self) -> list[bytes]:
-        deep: dict[str, object] = {}
-        for _ in range(60):
-            deep = {"a": deep}
-        text = {"type": "text", "text": "a" * 300}
-        call = {"type": "tool_use", "id": "1", "name": "f", "input": deep}
-        result = {"type": "tool_result", "tool_use_id": "1", "content": [text] * 7000}
-        signature = "specc.text." + "QUFB" * 1_500_000
-        thinking = {"type": "thinking", "thinking": "", "signature": signature}
-        turns: list[list[tuple[str, object]]] = [
-            [("user", [text] * 16_000)],
-            [("user", [text] * 17_000)],  # more than a server takes
-            [("user", "a"), ("assistant", "b")] * 4000,
-            [("user", "a"), ("assistant", [call] * 200), ("user", [result])],
-            [("user", "a"), ("assistant", [thinking]), ("user", "a")],
-            [("user", [{"type": "image", "source": deep}] * 100)],
-        ]
-        tools = [{"name": f"f{i}", "input_schema": deep} for i in range(200)]
-        choice = {"tools": tools, "tool_choice": {"type": "any"}}
-        bodies = [
-            {"model": "engine", "max_tokens": 4}
-            | {"messages": [{"role": role, "content": content} for role, content in each]}
-            | ({} if index else choice)
-            for index, each in enumerate(turns)
-        ]
-        counts = [{name: body[name] for name in ("model", "messages")} for body in bodies]
-        return [
-            *(request(MESSAGES, body) for body in bodies),
-            *(request(f"{MESSAGES}/count_tokens", body) for body in counts),
-        ]
-
-
-class Responses(Attack):
-    """Items without end, responses that fill what is kept, long chains, and guessed ids."""
-
-    name, num_workers = "responses", 3
-
-    def prepare(self) -> list[bytes]:
-        deep: dict[str, object] = {}
-        for _ in range(60):
-            deep = {"a": deep}
-        text = {"type": "input_text", "text": "a" * 300}
-        call = {"type": "function_call", "name": "f", "call_id": "1", "arguments": "{}"}
-        output = {"type": "function_call_output", "call_id": "1", "output": [text] * 7000}
-        thinking = {"type": "reasoning", "summary": [], "content": []}
-        user = {"role": "user", "content": "a"}
-        inputs: list[object] = [
-            [user] * 16_000,
-            [user] * 100_000,  # more than a server takes
-            [user, *[thinking] * 7000],
-            [user, *[call] * 7000, output],
-            [{"role": "user", "content": [deep] * 200}],
-            [{"type": "item_reference", "id": f"msg_{i:048x}i0"} for i in range(7000)],
-            "a" * 4_000_000,
-        ]
-        tools = [{"type": "function", "name": f"f{i}", "parameters": deep} for i in range(200)]
-        schema = {"type": "json_schema", "name": "a", "schema": chained_schema(5000)}
-        options: list[dict[str, object]] = [
-            {"tools": tools, "tool_choice": "required"},
-            {"text": {"format": schema}},
-            {"truncation": "auto", "input": [user] * 4000},
-            {"previous_response_id": "resp_" + "0" * 48},
-            # short to answer, and long to keep
-            *(
-                {"input": [user, *[thinking] * 1000], "metadata": {"a": "b" * 512}}
-                for _ in range(20)
-            ),
-        ]
-        bodies = [{"max_output_tokens": 4, "input": each} for each in inputs]
-        bodies += [{"max_output_tokens": 4, "input": "a"} | each for each in options]
-        paths = [f"{RESPONSES}/resp_{i:048x}" for i in range(8)]
-        return [
-            *(request(path, method=method) for path in paths for method in ("GET", "DELETE")),
-            *(request(f"{path}/input_items?limit=100", method="GET") for path in paths),
-            *(request(f"{path}/cancel") for path in paths),
-            *(request(RESPONSES, body) for body in bodies),
-        ]
 
 
 class Connections(Attack):
@@ -407,43 +321,6 @@ class Deaf(Streams):
                 return
 
 
-class DeafMessages(Deaf):
-    """Messages whose events nobody reads."""
-
-    name, path = "deaf messages", MESSAGES
-    body: ClassVar[dict[str, Any]] = {
-        "model": "engine",
-        "messages": [{"role": "user", "content": "a"}],
-        "max_tokens": 500,
-    }
-
-
-class DeafResponses(Deaf):
-    """Responses whose events nobody reads."""
-
-    name, path = "deaf responses", RESPONSES
-    body: ClassVar[dict[str, Any]] = {"input": "a", "max_output_tokens": 500}
-
-
-ATTACKS: dict[str, type[Attack]] = {
-    kind.name: kind
-    for kind in (
-        References,
-        Prompts,
-        Choices,
-        Connections,
-        Templates,
-        Chunks,
-        Bodies,
-        Deaf,
-        Messages,
-        DeafMessages,
-        Responses,
-        DeafResponses,
-    )
-}
-
-
 def chained_schema(count: int) -> dict[str, Any]:
     """Definitions of which each is the next one."""
     links: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
@@ -454,20 +331,3 @@ def chained_rules(count: int) -> str:
     """Rules of which each is the next one."""
     rules = "\n".join(f"r{i}: r{i + 1}" for i in range(count))
     return f'start: r0\n{rules}\nr{count}: "a"\n'
-
-
-async def attack(port: int, names: list[str], seconds: float) -> Counter[str]:
-    """Attack for some time; returns the answers."""
-    counts: Counter[str] = Counter()
-    attacks = [ATTACKS[name](port, counts) for name in names]
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await asyncio.gather(*(each.run() for each in attacks))
-    return counts
-
-
-if __name__ == "__main__":
-    # whoever attacks a server is on another machine, and takes none of its processors
-    os.nice(19)
-    result = asyncio.run(attack(int(sys.argv[1]), sys.argv[2].split(","), float(sys.argv[3])))
-    print(json.dumps(result))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Set, Sized
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from specc.close_name import advice
 from specc.errors import ContextLengthError, RequestError
@@ -199,6 +199,8 @@ class RequestMaker:
         has_special_tokens: bool = False,
         index: int = 0,
         cut: PromptCut | None = None,
+        *,
+        fits: bool = True,
     ) -> list[int]:
         """Token ids of a prompt, as `make` would take them.
 
@@ -206,26 +208,13 @@ class RequestMaker:
             has_special_tokens: it holds them already, as a rendered chat does: none is added.
             index: which of the caller's prompts, for errors.
             cut: what stays of a longer one.
+            fits: it is to be run as it is; where it is not, it may be longer than a prompt.
         Raises:
-            RequestError: the engine has no tokenizer, or the text is no UTF-8, or too long.
+            RequestError: the engine has no tokenizer, or the text is no UTF-8; or it is too long,
+                where it need not fit for `max_unbounded_bytes`.
         """
-        if cut is not None:
-            return self.tokenize_any(text, has_special_tokens, index, cut)
-        return self._tokenize(index, text, not has_special_tokens)[1]
-
-    def tokenize_any(
-        self,
-        text: str,
-        has_special_tokens: bool = False,
-        index: int = 0,
-        cut: PromptCut | None = None,
-    ) -> list[int]:
-        """Token ids of a text that need not fit; arguments as those of `tokenize`.
-
-        Raises:
-            RequestError: the engine has no tokenizer, or the text is no UTF-8, or longer than
-                `max_unbounded_bytes`.
-        """
+        if cut is None and fits:
+            return self._tokenize(index, text, not has_special_tokens)[1]
         tokenizer = self._known_tokenizer(index)
         if (size := len(utf8_of(index, text))) > self.max_unbounded_bytes:
             raise RequestError(
@@ -234,9 +223,7 @@ class RequestMaker:
                 "shorten the text",
             )
         adds_special = not has_special_tokens
-        adds = adds_special and cut is None
-        # a batch is tokenized without the lock of the interpreter
-        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds)
+        encoding = _encoding(tokenizer, text, adds_special and cut is None)
         if cut is None:
             return self._with_bos(encoding.ids, adds_special)
         bos = self._engine.bos_token_id if adds_special and self._engine.add_bos else None
@@ -294,8 +281,8 @@ class RequestMaker:
         else:
             if len(data) >= _LARGE_TEXT:
                 self._check_size(index, data)
-            # the same tokens; a batch is tokenized without the lock of the interpreter
-            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)
+            # the same tokens
+            encoding = _encoding(tokenizer, text, adds_special)
             self.check_length(len(encoding), index)
         return self._with_bos(encoding.ids, adds_special)
 
@@ -414,6 +401,11 @@ class RequestMaker:
                 f"a rule that is lossless for such trees: {names}",
                 f"pass one of them, leave rule out, or choose another plan{do}",
             )
+
+
+def _encoding(tokenizer: Tokenizer, text: str, adds_special: bool) -> Encoding:
+    # a batch is tokenized without the lock of the interpreter
+    return tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)[0]
 
 
 def _special_token_ids(tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -134,6 +134,8 @@ class TritonModel:
                 priority=asked.priority,
                 timeout_s=asked.timeout_s,
                 grammar=grammar,
+                prediction=asked.prediction,
+                cache_salt=asked.cache_salt,
             )
             self._responses.add(opened, ticket)
         except Exception as error:

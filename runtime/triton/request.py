@@ -22,6 +22,7 @@ from specc.triton.tensors import (
     OUTPUT_IDS,
     OUTPUTS,
     PERF_METRICS,
+    PROMPT_LOGPROBS,
     TEXT,
     TritonTensor,
 )
@@ -32,9 +33,9 @@ _ALL_OUTPUTS = frozenset(tensor.name for tensor in OUTPUTS)
 _FIELDS = {"stop_words": "stop"}
 _SAMPLING = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "seed", "rule", "logprobs", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "speculative", "stop_token_ids",
-    "min_tokens", "allowed_token_ids", "bad_words", "stop_words",
+    "presence_penalty", "frequency_penalty", "seed", "rule", "logprobs", "prompt_logprobs",
+    "lora", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculative",
+    "stop_token_ids", "min_tokens", "allowed_token_ids", "bad_words", "stop_words",
 )  # fmt: skip
 # type of a guide → how StructuredOutputsParams calls it
 _GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
@@ -69,6 +70,8 @@ class TritonRequest:
         outputs: names of the tensors to send.
         priority: lower ones are served first.
         timeout_s: seconds after which the request ends with what it has.
+        prediction: text of the output, as far as it is known.
+        cache_salt: of those with which the request shares rows and outputs.
     """
 
     prompt: str | list[int]
@@ -78,6 +81,8 @@ class TritonRequest:
     outputs: Collection[str]
     priority: int
     timeout_s: float | None
+    prediction: str | None
+    cache_salt: str | None
 
 
 def read_request(
@@ -132,6 +137,8 @@ def read_request(
         outputs=_outputs(given, frozenset(requested)),
         priority=given.get("priority", 0),
         timeout_s=_timeout(given.get("timeout")),
+        prediction=given.get("prediction"),
+        cache_salt=given.get("cache_salt"),
     )
 
 
@@ -194,6 +201,8 @@ def _outputs(given: Mapping[str, Any], requested: frozenset[str]) -> frozenset[s
             chosen |= {tensor.name for tensor in tensors}
     if "logprobs" in given:
         chosen |= {LOGPROBS.name, CUMULATIVE_LOGPROB.name}
+    if "prompt_logprobs" in given:
+        chosen.add(PROMPT_LOGPROBS.name)
     return frozenset(chosen)
 
 

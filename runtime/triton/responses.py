@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from specc.speculation.metrics import SpecStats
 from specc.triton.tensors import OUTPUT_IDS, OUTPUTS, TEXT, TritonTensor
 
 if TYPE_CHECKING:
+    from specc.runtime.outputs.logprobs import TokenLogprobs
     from specc.runtime.service.service import Service, Ticket, Update
 
 # seconds between two looks at what was cancelled
@@ -216,12 +217,9 @@ class ResponseSender:
                 entries[token].logprob
                 for token, entries in zip(update.token_ids, update.logprobs, strict=True)
             )
-            values["logprobs"] = json.dumps(
-                [
-                    {str(token): entry.logprob for token, entry in entries.items()}
-                    for entries in update.logprobs
-                ]
-            )
+            values["logprobs"] = _scores(update.logprobs)
+        if opened.is_first and (scores := opened.ticket.prompt_logprobs) is not None:
+            values["prompt_logprobs"] = _scores(scores)
         if update.is_last:
             values["finish_reason"] = update.finish_reason
             if update.logprobs is not None:
@@ -268,6 +266,16 @@ class ResponseSender:
             return False
 
 
+def _scores(rows: Sequence[TokenLogprobs | None]) -> str:
+    """JSON: token id → log probability, of each token; null where it has none."""
+    return json.dumps(
+        [
+            None if row is None else {str(token): entry.logprob for token, entry in row.items()}
+            for row in rows
+        ]
+    )
+
+
 def _perf_metrics(stats: SpecStats, arrival_ns: int, now_ns: int) -> dict[str, Any]:
     """Acceptance and times of a whole request; nanoseconds since 1970."""
     return {
@@ -275,6 +283,8 @@ def _perf_metrics(stats: SpecStats, arrival_ns: int, now_ns: int) -> dict[str, A
         "mean_acceptance_length": stats.mean_acceptance_length,
         "total_accepted_draft_tokens": stats.num_accepted_tokens,
         "total_draft_tokens": stats.num_draft_tokens,
+        "accepted_prediction_tokens": stats.accepted_prediction_tokens,
+        "rejected_prediction_tokens": stats.rejected_prediction_tokens,
         "arrival_time_ns": arrival_ns,
         "first_scheduled_time_ns": now_ns - round(stats.elapsed_s * 1e9),
         "first_token_time_ns": arrival_ns + round(stats.first_token_s * 1e9),

@@ -70,6 +70,9 @@ class Chat:
 class Endpoints:
     """Serves completions and chats.
 
+    Handlers, and what reads and answers requests for them, raise ApiError, the error response,
+    SpeccError, the same before `api_error_of`, or ClientGone: the client has disconnected.
+
     Args:
         config: names and limits.
     Attributes:
@@ -108,13 +111,7 @@ class Endpoints:
         self._threads.wait()
 
     async def complete(self, request: Request) -> Response:
-        """Handler of /v1/completions.
-
-        Raises:
-            ApiError: the error response.
-            SpeccError: the same, before `api_error_of`.
-            ClientGone: the client has disconnected.
-        """
+        """Handler of /v1/completions."""
 
         def read(body: bytes) -> Completion:
             return self.read_completion(
@@ -128,12 +125,7 @@ class Endpoints:
             return await self.answer_completion(request, found, answer)
 
     def read_completion(self, wanted: CompletionRequest) -> Completion:
-        """Check a completion and tokenize its prompts; in a thread, as `in_thread` has them.
-
-        Raises:
-            ApiError: the error response.
-            SpeccError: the same, before `api_error_of`.
-        """
+        """Check a completion and tokenize its prompts; in a thread, as `in_thread` has them."""
         self._check(wanted)
         params = self._with_adapter(wanted, completion_params(wanted, self.service.core.defaults))
         form = structure_field(wanted)
@@ -145,21 +137,13 @@ class Endpoints:
     async def answer_completion(
         self, request: Request, found: Completion, answer: Answer
     ) -> Response:
-        """Raises as `complete`."""
-        is_alone = is_prompt_alone(found.wanted)
         return await self._answer(
             request, found.wanted, found.token_ids, found.params, answer, found.form,
-            is_prompt_alone=is_alone,
+            is_prompt_alone=is_prompt_alone(found.wanted),
         )  # fmt: skip
 
     async def chat(self, request: Request) -> Response:
-        """Handler of /v1/chat/completions.
-
-        Raises:
-            ApiError: the error response.
-            SpeccError: the same, before `api_error_of`.
-            ClientGone: the client has disconnected.
-        """
+        """Handler of /v1/chat/completions."""
 
         def read(body: bytes) -> Chat:
             return self.read_chat(parse(ChatRequest, self.parse_body(body), self.unknown))
@@ -172,12 +156,7 @@ class Endpoints:
             return await self.answer_chat(request, chat, answer)
 
     def read_chat(self, wanted: ChatRequest) -> Chat:
-        """Check a chat and make its prompt; in a thread, as `in_thread` has them.
-
-        Raises:
-            ApiError: the error response.
-            SpeccError: the same, before `api_error_of`.
-        """
+        """Check a chat and make its prompt; in a thread, as `in_thread` has them."""
         self._check(wanted)
         with_tools(wanted, self._config, self.unknown)
         params = chat_params(wanted, self._engine.max_seq_len, self.service.core.defaults)
@@ -200,7 +179,6 @@ class Endpoints:
         return Chat(wanted, params, form, token_ids, reader)
 
     async def answer_chat(self, request: Request, chat: Chat, answer: Answer) -> Response:
-        """Raises as `chat`."""
         shown = token_ids_of(self._engine.tokenizer, chat.reader.markers)
         return await self._answer(
             request, chat.wanted, [chat.token_ids], chat.params, answer, chat.form, shown=shown

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import logging
 import threading
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -71,6 +71,9 @@ class Fields(BaseModel):
         return {field.alias or name for name, field in cls.model_fields.items()}
 
 
+AnyFields = TypeVar("AnyFields", bound=Fields)
+
+
 class OpenFields(Fields):
     """Such an object whose further fields are somebody else's, such as the chat template's."""
 
@@ -79,6 +82,56 @@ class OpenFields(Fields):
 
 def without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in data.items() if value is not None}
+
+
+def known_fields(
+    data: Mapping[str, Any],
+    neutral: Mapping[str, Sequence[Any]],
+    idle: Collection[str],
+    own: Collection[str] = (),
+) -> dict[str, Any]:
+    """Leave out what asks for nothing.
+
+    Args:
+        data: field → value of a request.
+        neutral: field that this server has not got → values of it that change no output.
+        idle: fields that never change an output.
+        own: fields that this kind of request has, whatever the others say.
+    Raises:
+        ApiError: a field that would change the output.
+    """
+    known = {}
+    for name, value in without_nulls(data).items():
+        if name in own or not (name in neutral or name in idle):
+            known[name] = value
+        elif name in neutral and not any(_same(value, other) for other in neutral[name]):
+            raise ApiError(
+                400,
+                f"Unsupported parameter: {name!r}. Please leave it out.",
+                param=name,
+                code="unsupported_parameter",
+            )
+    return known
+
+
+def parse_fields(
+    kind: type[AnyFields], data: Mapping[str, Any], unknown: UnknownFields | None = None
+) -> AnyFields:
+    """Check a request's fields and their types.
+
+    Args:
+        unknown: what becomes of fields that this server does not know.
+    Raises:
+        ApiError: a value of another type, or an unknown field where they are refused.
+    """
+    try:
+        return kind.model_validate(data, context=unknown or UnknownFields())
+    except ValidationError as error:
+        raise error_of(kind, error) from error
+
+
+def _same(value: Any, other: Any) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def whole(value: Any) -> Any:

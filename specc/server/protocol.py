@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, WithJsonSchema
+from pydantic import BeforeValidator, Field, PrivateAttr, WithJsonSchema
 
 from specc.runtime.requests.salt import MAX_CHARACTERS
 from specc.sampling.logit_controls import MAX_BAD_WORDS, MAX_BIAS
@@ -13,8 +13,15 @@ from specc.sampling.params import MAX_LOGPROBS
 from specc.sampling.rows import RULES
 from specc.server.chat_fields import ChatMessage, FunctionCall, Tool, ToolChoice, ToolFunction
 from specc.server.config import MAX_CHOICES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from specc.server.errors import ApiError
-from specc.server.fields import Fields, Int, Ints, UnknownFields, error_of, without_nulls
+from specc.server.fields import (
+    Fields,
+    Int,
+    Ints,
+    UnknownFields,
+    known_fields,
+    parse_fields,
+    without_nulls,
+)
 
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -288,24 +295,8 @@ def parse(
         ApiError: a field that would change the output and that this server has not got, a value of
             another type, or an unknown field where they are refused.
     """
-    known = {}
-    for name, value in without_nulls(data).items():
-        if name in kind.model_fields:
-            known[name] = value
-        elif name in UNSUPPORTED:
-            if not any(_same(value, other) for other in UNSUPPORTED[name]):
-                raise ApiError(
-                    400,
-                    f"Unsupported parameter: {name!r}. Please leave it out.",
-                    param=name,
-                    code="unsupported_parameter",
-                )
-        elif name not in IGNORED:
-            known[name] = value
-    try:
-        return kind.model_validate(known, context=unknown or UnknownFields())
-    except ValidationError as error:
-        raise error_of(kind, error) from error
+    own = kind.model_fields
+    return parse_fields(kind, known_fields(data, UNSUPPORTED, IGNORED, own), unknown)
 
 
 def forget_long(request: GenerationRequest) -> None:
@@ -313,7 +304,3 @@ def forget_long(request: GenerationRequest) -> None:
     for name in _LONG:
         if name in type(request).model_fields:
             setattr(request, name, None)
-
-
-def _same(value: Any, other: Any) -> bool:
-    return value == other and isinstance(value, bool) == isinstance(other, bool)

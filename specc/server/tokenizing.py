@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from tokenizers import Tokenizer
@@ -16,10 +16,8 @@ from specc.server.chat_fields import ChatMessage, Tool
 from specc.server.config import MAX_VALUES
 from specc.server.endpoints import Endpoints
 from specc.server.errors import JSON, bad_request, to_bytes
-from specc.server.fields import Fields, Ints, UnknownFields, error_of, without_nulls
+from specc.server.fields import Fields, Ints, parse_fields
 from specc.server.protocol import ChatRequest, parse
-
-AnyFields = TypeVar("AnyFields", bound=Fields)
 
 
 class TokenizeRequest(Fields):
@@ -53,7 +51,7 @@ _OWN = ("prompt", "return_token_strs")
 
 
 class Tokenizing:
-    """Serves what generates nothing.
+    """Serves what generates nothing; handlers raise what those of `Endpoints` do.
 
     Args:
         endpoints: whose model and threads these are.
@@ -66,13 +64,7 @@ class Tokenizing:
         self._template = template
 
     async def tokenize(self, request: Request) -> Response:
-        """Handler of /tokenize.
-
-        Raises:
-            ApiError: the error response.
-            SpeccError: the same, before `api_error_of`.
-            ClientGone: the client has disconnected.
-        """
+        """Handler of /tokenize."""
 
         def read(body: bytes) -> bytes:
             data = self._endpoints.parse_body(body)
@@ -92,7 +84,7 @@ class Tokenizing:
             # a rendered chat has them already
             adds = wanted.add_special_tokens
             adds = wanted.prompt is not None if adds is None else adds
-            token_ids = self._service.core.requests.tokenize_any(text, not adds)
+            token_ids = self._service.core.requests.tokenize(text, not adds, fits=False)
             return self._tokens(token_ids, bool(wanted.return_token_strs))
 
         # there may be a million of them
@@ -100,7 +92,7 @@ class Tokenizing:
         return Response(found, media_type=JSON.media_type)
 
     async def detokenize(self, request: Request) -> Response:
-        """Handler of /detokenize; raises what `tokenize` does."""
+        """Handler of /detokenize."""
 
         def read(body: bytes) -> str:
             data = self._endpoints.parse_body(body)
@@ -156,17 +148,3 @@ def _in_parts(values: Sequence[Any]) -> bytes:
     """A list as JSON."""
     parts = (values[at : at + _PART] for at in range(0, len(values), _PART))
     return b"[" + b",".join(to_bytes(part)[1:-1] for part in parts) + b"]"
-
-
-def parse_fields(
-    kind: type[AnyFields], data: Mapping[str, Any], unknown: UnknownFields
-) -> AnyFields:
-    """Check a request's fields and their types.
-
-    Raises:
-        ApiError: a value of another type, or an unknown field where they are refused.
-    """
-    try:
-        return kind.model_validate(without_nulls(data), context=unknown)
-    except ValidationError as error:
-        raise error_of(kind, error) from error

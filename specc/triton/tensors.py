@@ -59,12 +59,16 @@ INPUTS = (
     TritonTensor("seed", "UINT64"),
     TritonTensor("rule", "STRING"),
     TritonTensor("logprobs", "INT32"),
+    TritonTensor("prompt_logprobs", "INT32"),
+    TritonTensor("lora", "STRING"),
     TritonTensor("ignore_eos", "BOOL"),
     TritonTensor("include_stop_str_in_output", "BOOL"),
     TritonTensor("skip_special_tokens", "BOOL"),
     TritonTensor("speculative", "BOOL"),
     TritonTensor("guided_decoding_guide_type", "STRING"),
     TritonTensor("guided_decoding_guide", "STRING"),
+    TritonTensor("prediction", "STRING"),
+    TritonTensor("cache_salt", "STRING"),
     TritonTensor("priority", "INT32"),
     TritonTensor("timeout", "FP32"),
     TritonTensor("exclude_input_in_output", "BOOL"),
@@ -81,12 +85,15 @@ NUM_INPUT_TOKENS = TritonTensor("num_input_tokens", "UINT32")
 NUM_OUTPUT_TOKENS = TritonTensor("num_output_tokens", "UINT32")
 LOGPROBS = TritonTensor("logprobs", "STRING")
 CUMULATIVE_LOGPROB = TritonTensor("cumulative_logprob", "FP32")
+PROMPT_LOGPROBS = TritonTensor("prompt_logprobs", "STRING")
 # of a whole request
 PERF_METRICS = (
     TritonTensor("acceptance_rate", "FP32"),
     TritonTensor("mean_acceptance_length", "FP32"),
     TritonTensor("total_accepted_draft_tokens", "INT32"),
     TritonTensor("total_draft_tokens", "INT32"),
+    TritonTensor("accepted_prediction_tokens", "INT32"),
+    TritonTensor("rejected_prediction_tokens", "INT32"),
     TritonTensor("arrival_time_ns", "INT64"),
     TritonTensor("first_scheduled_time_ns", "INT64"),
     TritonTensor("first_token_time_ns", "INT64"),
@@ -100,5 +107,6 @@ OUTPUTS = (
     NUM_OUTPUT_TOKENS,
     LOGPROBS,
     CUMULATIVE_LOGPROB,
+    PROMPT_LOGPROBS,
     *PERF_METRICS,
 )

@@ -32,6 +32,7 @@ from specc.speculation.plans import SpecPlan
 from specc.version import __version__
 from tests.lossless import Zoo, shared_zoo
 from tests.rehearsed_once import rehearsed_once
+from tests.runtime.draft_pair import Pair, make_pair
 
 aten = torch.ops.aten
 
@@ -202,6 +203,16 @@ def build_engine(
         eos_token_ids=frozenset(eos),
         runner_type=SharedRunner,
     )
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"), "eager")
+
+
+@pytest.fixture(scope="session")
+def cpu_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("cpu-pair"), "cpu")
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from specc.config import CompileConfig
 from specc.errors import ConfigError, EngineError, RequestError, WeightError
 from specc.refuse_running import refuse_running
 from specc.runtime.async_llm import AsyncLLM
+from specc.runtime.core import EngineCore
 from specc.runtime.draft_weights import exchange
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -34,22 +35,13 @@ from tests.runtime.draft_pair import (
     Pair,
     accepted,
     draft_tensors,
-    make_pair,
     target_bytes,
     tokens,
 )
 from tests.runtime.in_flight_rig import counting_rig
 from tests.runtime.late_engine import Rig
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("pair"), "eager")
-
-
-@pytest.fixture(scope="module")
-def cpu_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("cpu-pair"), "cpu")
+from tests.runtime.service_reader import Reader, ask
+from tests.specc.server.serving import wait_for
 
 
 @pytest.mark.parametrize("backend", ["eager", "cpu", "cpu-held"])
@@ -182,8 +174,6 @@ def _swap_without_waiting(rig: Rig, llm: LLM, file: Path) -> None:
 
 @pytest.fixture
 def service(pair: Pair) -> Iterator[Service]:
-    from specc.runtime.core import EngineCore
-
     with Service(EngineCore(Engine.load(pair.engine))) as service:
         yield service
 
@@ -192,25 +182,10 @@ def test_under_load(pair: Pair, service: Service) -> None:
     """Requests of many threads, and a reload after a reload: each output is its solo run."""
     prompts = [[i % 200, 7, i % 13] for i in range(40)]
     expected = tokens(LLM(pair.engine, plan="off"), prompts)
-    found: list[list[int]] = [[] for _ in prompts]
-    ended = threading.Semaphore(0)
-
-    def listen(index: int) -> Any:
-        def on_update(update: Any) -> None:
-            assert update.error is None
-            found[index].extend(update.token_ids)
-            if update.is_last:
-                ended.release()
-
-        return on_update
-
-    for index, prompt in enumerate(prompts):
-        service.submit(prompt, PARAMS, listen(index))
+    readers = [ask(service, prompt, PARAMS) for prompt in prompts]
     for file in itertools.islice(itertools.cycle([pair.right, pair.wrong]), 12):
         service.operator.reload_draft(file)
-    for _ in prompts:
-        assert ended.acquire(timeout=60)
-    assert found == expected
+    assert [reader.output() for reader in readers] == expected
     assert service.engine.draft_weights.num_reloads == 12
     assert service.num_open == 0
     with pytest.raises(WeightError):
@@ -218,42 +193,46 @@ def test_under_load(pair: Pair, service: Service) -> None:
 
 
 def test_a_service_whose_steps_are_queued_ahead(tiny_models: Any, tmp_path: Path) -> None:
-    """What is in flight may end requests, whose callers hear of it."""
-    from specc.runtime.core import EngineCore
-
     with counting_rig(tiny_models, tmp_path / "engines") as rig:
         expected = tokens(rig.llm("off"))
         file = tmp_path / "new.safetensors"
         write_draft_weights(rig.path.parent / "draft", rig.path, file)
         with Service(EngineCore(rig.engine, "chain-3")) as service:
+            core, settle, advance = service.core, rig.engine.settle, service.core.advance
             num_queued: list[int] = []
-            settle = rig.engine.settle
+            num_ended = 0
 
             def counted() -> None:
-                num_queued.append(len(service.core.in_flight.queued))
+                nonlocal num_ended
+                num_queued.append(len(core.in_flight.queued))
+                has_work = core.scheduler.has_work
                 settle()
+                num_ended += has_work and not core.scheduler.has_work
+
+            def held() -> bool:
+                has_run = advance()
+                wait_for(lambda: not core.in_flight.queued or service._orders, "no reload", 30)
+                return has_run
+
+            def reload(readers: list[Reader]) -> list[list[int]]:
+                # at most one for each iteration, of which there are far fewer
+                for _ in range(1000):
+                    if service.num_open:
+                        service.operator.reload_draft(file)
+                assert service.num_open == 0, "nobody hears of an end"
+                return [reader.output() for reader in readers]
 
             rig.engine.settle = counted  # type: ignore[method-assign]
             for _ in range(4):
-                ended, found = threading.Semaphore(0), [[] for _ in PROMPTS]
-
-                def listen(index: int, found: Any = found, ended: Any = ended) -> Any:
-                    def on_update(update: Any) -> None:
-                        assert update.error is None
-                        found[index].extend(update.token_ids)
-                        if update.is_last:
-                            ended.release()
-
-                    return on_update
-
-                for index, prompt in enumerate(PROMPTS):
-                    service.submit(prompt, PARAMS, listen(index))
-                while service.num_open:
-                    service.operator.reload_draft(file)
-                for _ in PROMPTS:
-                    assert ended.acquire(timeout=30)
-                assert found == expected
+                assert reload([ask(service, prompt, PARAMS) for prompt in PROMPTS]) == expected
             assert sum(num_queued) > 0
+            # now that every step that is queued waits for a reload, some ends come by one
+            core.advance = held  # type: ignore[method-assign]
+            for token in dict.fromkeys(expected[0][4:12]):
+                params = replace(PARAMS, stop_token_ids=[token])
+                found = reload([ask(service, PROMPTS[0], params)])
+                assert found == [expected[0][: expected[0].index(token) + 1]]
+            assert num_ended > 0
 
 
 def test_asyncio(pair: Pair) -> None:

@@ -24,6 +24,7 @@ from specc.speculation.plans import OFF, SpecPlan
 from tests.runtime.conftest import build_engine
 
 SUFFIX = SpecPlan.from_widths((1,) * 3, ("suffix",))
+MERGE = SpecPlan.from_widths((1,) * 3, ("draft_0", "suffix"), "merge")
 VOTE = SpecPlan.from_widths((1, 1, 1), ("draft_0", "draft_1", "lookup-2"), "vote")
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = [*range(3, 23)]
@@ -61,6 +62,24 @@ def test_who_shares(first: str | None, second: str | None, shares: bool) -> None
     if not shares:
         # as on an engine that nobody has used before
         assert counters(then.metrics) == counters(alone.metrics)
+
+
+@pytest.mark.parametrize("plan", [SUFFIX, MERGE], ids=["suffix", "merge"])
+def test_figures_of_a_salt_are_those_of_an_engine_of_its_own(plan: SpecPlan) -> None:
+    """Whoever else has asked the same before, or asks it at the same time."""
+    others = [salted("a"), salted("b"), salted(None), *[[*range(i, i + 20)] for i in range(4)]]
+    with LLM(build_engine(plans=[OFF, plan]), plan.name) as llm:
+        alone = counters(llm.generate([salted("c")], PARAMS)[0].metrics)
+    # how a prompt is cut depends on how many run
+    alone.pop("num_prefill_passes")
+    with LLM(build_engine(plans=[OFF, plan]), plan.name) as llm:
+        for _ in range(2):
+            llm.generate(others, PARAMS)
+        *_, beside = llm.generate([*others[:2], salted("c")], PARAMS)
+        assert alone.items() <= counters(beside.metrics).items()
+        again = llm.generate([salted("c")], PARAMS)[0].metrics
+    assert again.num_cached_tokens > 0
+    assert again.num_accepted_tokens > alone["num_accepted_tokens"]
 
 
 def test_without_a_salt_nothing_need_be_shared() -> None:

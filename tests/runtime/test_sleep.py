@@ -20,7 +20,7 @@ from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.service.between_steps import Nap
-from specc.runtime.service.service import Service, Update
+from specc.runtime.service.service import Service
 from specc.speculation.plans import OFF
 from specc.system.dropped_pages import drop_pages, drop_to_zeros
 from specc.system.huge_pages import huge_buffer, huge_zeros
@@ -30,23 +30,14 @@ from tests.runtime.draft_pair import (
     Pair,
     accepted,
     draft_tensors,
-    make_pair,
     tokens,
 )
+from tests.runtime.service_reader import ask
 from tests.runtime.states_rig import build_hybrid
 from tests.runtime.test_states import prompt_of, run
+from tests.specc.server.serving import wait_for
 
 LONG = [[*range(30, 54)]]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("pair"), "eager")
-
-
-@pytest.fixture(scope="module")
-def cpu_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("cpu-pair"), "cpu")
 
 
 def resident_bytes() -> int:
@@ -232,56 +223,25 @@ def test_an_engine_that_was_replaced_meanwhile(cpu_pair: Pair, tmp_path: Path) -
         assert tokens(llm) == expected
 
 
-class Reader:
-    """Updates of one request."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.has_ended = threading.Event()
-
-    def __call__(self, update: Update) -> None:
-        assert update.error is None
-        self.tokens += update.token_ids
-        if update.is_last:
-            self.has_ended.set()
-
-    def wait(self) -> list[int]:
-        assert self.has_ended.wait(30)
-        return self.tokens
-
-
-def ask(service: Service, prompt: list[int]) -> Reader:
-    reader = Reader()
-    service.submit(prompt, PARAMS, reader)
-    return reader
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
-
-
 def test_a_service_that_is_asked_to_sleep(pair: Pair) -> None:
     """Open requests end, later ones are refused until somebody wakes it."""
     expected = tokens(LLM(pair.engine, plan="off"))
     with Service(EngineCore(Engine.load(pair.engine))) as service:
-        readers = [ask(service, prompt) for prompt in PROMPTS]
+        readers = [ask(service, prompt, PARAMS) for prompt in PROMPTS]
         service.operator.sleep()
         assert service.operator.is_asleep
         assert service.operator.nap is Nap.ASKED
-        assert [reader.wait() for reader in readers] == expected
+        assert [reader.output() for reader in readers] == expected
         with pytest.raises(OverloadError, match="sleeps"):
-            ask(service, PROMPTS[0])
+            ask(service, PROMPTS[0], PARAMS)
         service.operator.sleep()
         service.operator.wake_up()
         service.operator.wake_up()
         assert service.operator.nap is Nap.AWAKE
-        assert [ask(service, prompt).wait() for prompt in PROMPTS] == expected
+        assert [ask(service, prompt, PARAMS).output() for prompt in PROMPTS] == expected
         with pytest.raises(RequestError, match="level=2"):
             service.operator.sleep(2)
-        assert ask(service, PROMPTS[0]).wait() == expected[0]
+        assert ask(service, PROMPTS[0], PARAMS).output() == expected[0]
         service.operator.sleep()
     # closed while it slept
     assert not service._thread.is_alive()
@@ -293,25 +253,27 @@ def test_a_service_that_falls_asleep(pair: Pair) -> None:
     engine = Engine.load(pair.engine)
     with Service(EngineCore(engine), sleep_after_s=0.05) as service:
         for prompt, own in zip(PROMPTS, expected, strict=True):
-            assert ask(service, prompt).wait() == own
-            wait_for(lambda: service.operator.is_asleep)
+            assert ask(service, prompt, PARAMS).output() == own
+            wait_for(lambda: service.operator.is_asleep, "it stays awake", 30)
             assert service.operator.nap is Nap.IDLE
-        assert ask(service, PROMPTS[0]).wait() == expected[0]
-        wait_for(lambda: service.operator.is_asleep)
+        assert ask(service, PROMPTS[0], PARAMS).output() == expected[0]
+        wait_for(lambda: service.operator.is_asleep, "it stays awake", 30)
         # one that is asked to stay asleep does
         service.operator.sleep()
         with pytest.raises(OverloadError):
-            ask(service, PROMPTS[0])
+            ask(service, PROMPTS[0], PARAMS)
         service.operator.wake_up()
-        assert ask(service, PROMPTS[1]).wait() == expected[1]
+        assert ask(service, PROMPTS[1], PARAMS).output() == expected[1]
         assert engine.sleep.num_sleeps >= 5
 
 
-def test_asked_to_sleep_while_a_request_wakes_it(pair: Pair) -> None:
-    expected = tokens(LLM(pair.engine, plan="off"))
-    with Service(EngineCore(Engine.load(pair.engine)), sleep_after_s=0.05) as service:
+def test_asked_to_sleep_while_a_request_wakes_it(cpu_pair: Pair) -> None:
+    """It is woken for that one: weights that are held are zeros until then."""
+    expected = tokens(LLM(cpu_pair.engine, plan="off"))
+    engine = Engine.load(cpu_pair.engine, mmap=False)
+    with Service(EngineCore(engine), sleep_after_s=0.05) as service:
         operator, reached, opened = service.operator, threading.Event(), threading.Event()
-        wait_for(lambda: operator.is_asleep)
+        wait_for(lambda: operator.is_asleep, "it stays awake", 30)
         wake = operator.wake
 
         def gated() -> None:
@@ -320,13 +282,13 @@ def test_asked_to_sleep_while_a_request_wakes_it(pair: Pair) -> None:
             wake()
 
         operator.wake = gated  # type: ignore[method-assign]
-        reader = ask(service, PROMPTS[0])
+        reader = ask(service, PROMPTS[0], PARAMS)
         assert reached.wait(30)
         thread = threading.Thread(target=operator.sleep)
         thread.start()
-        wait_for(lambda: operator.nap is Nap.ASKED)
+        wait_for(lambda: operator.nap is Nap.ASKED, "nobody is heard")
         opened.set()
-        assert reader.wait() == expected[0]
+        assert reader.output() == expected[0]
         thread.join(30)
         assert operator.is_asleep
         assert operator.nap is Nap.ASKED
@@ -342,20 +304,20 @@ def test_somebody_wakes_it_before_it_sleeps(pair: Pair) -> None:
             return run(batch)
 
         service.core.runner.run = gated  # type: ignore[method-assign]
-        reader = ask(service, PROMPTS[0])
+        reader = ask(service, PROMPTS[0], PARAMS)
         thread = threading.Thread(target=service.operator.sleep)
         thread.start()
-        wait_for(lambda: service.operator.nap is Nap.ASKED)
+        wait_for(lambda: service.operator.nap is Nap.ASKED, "nobody is heard")
         waker = threading.Thread(target=service.operator.wake_up)
         waker.start()
         opened.set()
         for each in (waker, thread):
             each.join(30)
             assert not each.is_alive()
-        assert reader.wait()
+        assert reader.output()
         # whichever came last
         service.operator.wake_up()
-        assert ask(service, PROMPTS[0]).wait() == reader.tokens
+        assert ask(service, PROMPTS[0], PARAMS).output() == reader.tokens
 
 
 def test_a_service_that_ends_while_somebody_waits_for_it_to_sleep(pair: Pair) -> None:
@@ -372,7 +334,7 @@ def test_a_service_that_ends_while_somebody_waits_for_it_to_sleep(pair: Pair) ->
 
         thread = threading.Thread(target=sleep)
         thread.start()
-        wait_for(lambda: service.operator.nap is Nap.ASKED)
+        wait_for(lambda: service.operator.nap is Nap.ASKED, "nobody is heard")
         service.close()
         thread.join(30)
         assert not thread.is_alive()

@@ -17,7 +17,7 @@ _VERSION_HEADER, _VERSIONS = "Anthropic-Version", ("2023-06-01", "2026-10-21")
 
 
 class MessageEndpoints:
-    """Serves messages.
+    """Serves messages; handlers raise what those of `Endpoints` do.
 
     Args:
         endpoints: of chats.
@@ -28,13 +28,7 @@ class MessageEndpoints:
         self._config = config
 
     async def create(self, request: Request) -> Response:
-        """Handler of /v1/messages.
-
-        Raises:
-            ApiError: the error response.
-            SpeccError: the same, before `api_error_of`.
-            ClientGone: the client has disconnected.
-        """
+        """Handler of /v1/messages."""
         wanted, chat = await self._read(request)
         answer = MessageAnswer(
             self._endpoints.model_of(chat.params),
@@ -46,11 +40,7 @@ class MessageEndpoints:
         return await self._endpoints.answer_chat(request, chat, answer)
 
     async def count(self, request: Request) -> Response:
-        """Handler of /v1/messages/count_tokens: the length of the prompt that would be made.
-
-        Raises:
-            ApiError, SpeccError, ClientGone: as `create`.
-        """
+        """Handler of /v1/messages/count_tokens: the length of the prompt that would be made."""
         _, chat = await self._read(request, is_count=True)
         return JSON({"input_tokens": len(chat.token_ids)})
 

@@ -20,12 +20,11 @@ from specc.server.other_doors.options import (
     NO_EFFECT,
     Count,
     SamplingOptions,
-    known_options,
+    read_options,
     sampling_fields,
 )
 from specc.server.prompts import Completion
 from specc.server.protocol import CompletionRequest, Prompts, parse
-from specc.server.tokenizing import parse_fields
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "dynatemp_range": (0,), "n_indent": (0,), "n_cmpl": (1,), "dry_multiplier": (0,),
@@ -54,6 +53,7 @@ class LlamaRequest(SamplingOptions):
     grammar: str | None = None
     json_schema: Any = None
     return_tokens: bool | None = None
+    cache_salt: str | None = None
 
 
 def props(endpoints: Endpoints, model: str, chat_template: str | None) -> dict[str, Any]:
@@ -76,11 +76,12 @@ class LlamaCompletion:
         self._endpoints = endpoints
 
     async def __call__(self, request: Request) -> Response:
-        """Raises ApiError, SpeccError or ClientGone, as `Endpoints.complete`."""
+        """Raises what handlers of `Endpoints` do."""
 
         def read(body: bytes) -> tuple[LlamaRequest, Completion, str]:
-            given = known_options(self._endpoints.parse_body(body), _NEUTRAL, _NO_EFFECT)
-            wanted = parse_fields(LlamaRequest, given, self._endpoints.unknown)
+            given = self._endpoints.parse_body(body)
+            unknown = self._endpoints.unknown
+            wanted = read_options(LlamaRequest, given, _NEUTRAL, _NO_EFFECT, unknown)
             found = self._endpoints.read_completion(parse(CompletionRequest, _fields(wanted)))
             if len(found.token_ids) != 1:
                 raise bad_request(
@@ -112,6 +113,7 @@ def _fields(wanted: LlamaRequest) -> dict[str, Any]:
         "logprobs": wanted.n_probs or None,
         "structured_outputs": form or None,
         "return_spec_metrics": True,
+        "cache_salt": wanted.cache_salt,
     }
 
 

@@ -20,13 +20,12 @@ from specc.server.other_doors.options import (
     NO_EFFECT,
     Count,
     SamplingOptions,
-    known_options,
+    read_options,
     sampling_fields,
 )
 from specc.server.parsers.message import Delta
 from specc.server.prompts import Completion
 from specc.server.protocol import ChatRequest, CompletionRequest, parse
-from specc.server.tokenizing import parse_fields
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",), "images": ([],), "template": ("",), "context": ([],), "logprobs": (False,),
@@ -56,6 +55,7 @@ class OllamaRequest(Fields):
     format: dict[str, Any] | Literal["", "json"] | None = None
     stream: bool | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
+    cache_salt: str | None = None
 
 
 class OllamaChat(OllamaRequest):
@@ -85,7 +85,7 @@ def tags(names: Sequence[str]) -> dict[str, Any]:
 
 
 class OllamaEndpoints:
-    """Handlers, which raise ApiError, SpeccError or ClientGone, as those of `Endpoints`.
+    """Handlers, which raise what those of `Endpoints` do.
 
     Args:
         has_template: chats have one; without, prompts are read as they are.
@@ -109,8 +109,8 @@ class OllamaEndpoints:
         is_chat = kind is OllamaChat
 
         def read(body: bytes) -> tuple[str, Chat | Completion | None]:
-            given = known_options(self._endpoints.parse_body(body), _NEUTRAL, _NO_EFFECT)
-            wanted = parse_fields(kind, given, self._endpoints.unknown)
+            given = self._endpoints.parse_body(body)
+            wanted = read_options(kind, given, _NEUTRAL, _NO_EFFECT, self._endpoints.unknown)
             fields = self._fields(wanted)
             self._endpoints.check_model(fields["model"])
             if isinstance(wanted, OllamaChat):
@@ -143,8 +143,8 @@ class OllamaEndpoints:
 
     def _fields(self, wanted: OllamaRequest) -> dict[str, Any]:
         """Of a request to OpenAI's API, without its prompt."""
-        known = known_options(wanted.options or {}, NEUTRAL, _NO_EFFECT_OPTIONS)
-        options = parse_fields(OllamaOptions, known, self._endpoints.unknown)
+        given, unknown = wanted.options or {}, self._endpoints.unknown
+        options = read_options(OllamaOptions, given, NEUTRAL, _NO_EFFECT_OPTIONS, unknown)
         most = self._endpoints.service.engine.max_seq_len
         if options.num_ctx is not None and options.num_ctx > most:
             raise bad_request(
@@ -156,6 +156,7 @@ class OllamaEndpoints:
         return sampling_fields(options, options.num_predict) | {
             "model": wanted.model.removesuffix(_LATEST),
             "stream": wanted.stream is not False,
+            "cache_salt": wanted.cache_salt,
             "structured_outputs": form if wanted.format else None,
             "reasoning_effort": wanted.think if is_level else None,
             "chat_template_kwargs": None

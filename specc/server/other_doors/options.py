@@ -7,8 +7,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from specc.server.errors import ApiError, bad_request
-from specc.server.fields import Fields, Int
+from specc.server.errors import bad_request
+from specc.server.fields import (
+    AnyFields,
+    Fields,
+    Int,
+    UnknownFields,
+    known_fields,
+    parse_fields,
+)
 
 # options that other servers have and this one has not → values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -38,11 +45,17 @@ class SamplingOptions(Fields):
 Count = Annotated[Int, Field(ge=-1)]
 
 
-def known_options(
-    given: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], no_effect: Collection[str]
-) -> dict[str, Any]:
-    """Leave out what changes nothing here.
+def read_options(
+    kind: type[AnyFields],
+    given: Mapping[str, Any],
+    neutral: Mapping[str, tuple[Any, ...]],
+    no_effect: Collection[str],
+    unknown: UnknownFields,
+) -> AnyFields:
+    """Of another server's request, or of a part of it, what has a meaning here.
 
+    Args:
+        neutral, no_effect: see `known_fields`.
     Raises:
         ApiError: an option that would change the output, and that this server has not got.
     """
@@ -52,19 +65,7 @@ def known_options(
             "repeat_last_n=-1: here a penalty holds for all of them",
             "pass it, or leave repeat_penalty out", "repeat_penalty",
         )  # fmt: skip
-    known = {}
-    for name, value in given.items():
-        if name in neutral:
-            if value is not None and not any(_same(value, other) for other in neutral[name]):
-                raise ApiError(
-                    400,
-                    f"Unsupported parameter: {name!r}. Please leave it out.",
-                    param=name,
-                    code="unsupported_parameter",
-                )
-        elif name not in no_effect:
-            known[name] = value
-    return known
+    return parse_fields(kind, known_fields(given, neutral, no_effect), unknown)
 
 
 def sampling_fields(options: SamplingOptions, num_tokens: int | None) -> dict[str, Any]:
@@ -89,7 +90,3 @@ def sampling_fields(options: SamplingOptions, num_tokens: int | None) -> dict[st
         "seed": options.seed,
         "stop": options.stop,
     }
-
-
-def _same(value: Any, other: Any) -> bool:
-    return value == other and isinstance(value, bool) == isinstance(other, bool)

@@ -12,7 +12,8 @@ from specc.runtime.engine import Engine
 from specc.runtime.service.service import Service
 from specc.runtime.service.state import Health
 from specc.sampling.params import SamplingParams
-from tests.runtime.service.test_service import PROMPT, Reader
+from tests.runtime.service.test_service import PROMPT
+from tests.runtime.service_reader import ask
 from tests.specc.server.serving import wait_for
 
 PARAMS = SamplingParams(max_tokens=9, temperature=0.0)
@@ -74,20 +75,16 @@ def test_slices_run_between_requests_and_never_beside_one(
     with serve(engine, work) as service:
         wait(work)  # before any request
         assert service.state().measured == 0
-        reader = Reader()
-        service.submit(PROMPT, PARAMS, reader)  # during a slice: it waits for no more than that
+        # during a slice: it waits for no more than that
+        reader = ask(service, PROMPT, PARAMS)
         work.goes_on.release()
-        reader.wait()
-        assert reader.tokens == greedy(PROMPT, 9)
+        assert reader.output() == greedy(PROMPT, 9)
         assert work.done == 1
         assert work.num_pauses == 1
         for _ in range(2):
             wait(work)
             work.goes_on.release()
-        reader = Reader()
-        service.submit(PROMPT, PARAMS, reader)
-        reader.wait()
-        assert reader.tokens == greedy(PROMPT, 9)
+        assert ask(service, PROMPT, PARAMS).output() == greedy(PROMPT, 9)
         wait_for(lambda: service.state().measured is None, "the work never ends")
     assert work.done == 3
     assert work.seen == [0, 0, 0]
@@ -100,10 +97,7 @@ def test_work_that_fails_is_given_up_and_requests_go_on(
     with serve(engine, work) as service:
         wait(work)
         work.goes_on.release()
-        reader = Reader()
-        service.submit(PROMPT, PARAMS, reader)
-        reader.wait()
-        assert reader.tokens == greedy(PROMPT, 9)
+        assert ask(service, PROMPT, PARAMS).output() == greedy(PROMPT, 9)
         assert service.health is Health.OK
         assert service.state().measured is None
     assert (work.done, work.num_pauses) == (0, 1)

@@ -23,33 +23,13 @@ from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import engines
 from tests.interleavings import Moody, NearTies, Solo
+from tests.runtime.service_reader import Reader
 from tests.soak import SoakFigures, assert_sound, run_soak
 
 ROOT = Path(__file__).resolve().parents[3]
 PLANS = (SpecPlan.from_widths((1, 1, 1)), SpecPlan.from_widths((1,)), SpecPlan.from_widths((2, 2)))
 PROMPT = [5, 1, 4, 3]
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-
-
-class Reader:
-    """Updates of one request."""
-
-    def __init__(self) -> None:
-        self.updates: list[Update] = []
-        self.has_ended = threading.Event()
-
-    def __call__(self, update: Update) -> None:
-        self.updates.append(update)
-        if update.is_last:
-            self.has_ended.set()
-
-    def wait(self) -> Update:
-        assert self.has_ended.wait(30), "no last update"
-        return self.updates[-1]
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for update in self.updates for token in update.token_ids]
 
 
 class Gate:

@@ -16,12 +16,17 @@ import numpy as np
 import pytest
 
 from specc.runtime.constraints import grammars
+from specc.runtime.core import EngineCore
 from specc.runtime.llm import LLM
+from specc.runtime.service.service import Service
+from specc.runtime.triton import model as triton_model
 from specc.runtime.triton import responses
 from specc.runtime.triton.model import TritonModel
 from specc.sampling.params import SamplingParams
+from specc.speculation.plans import OFF, SpecPlan
 from specc.triton.tensors import OUTPUTS
 from tests.hostile_grammars import slow
+from tests.runtime.conftest import build_engine
 from tests.runtime.triton import utils as pb_utils
 
 ALL = [tensor.name for tensor in OUTPUTS]
@@ -64,9 +69,11 @@ def start(saved_engine) -> Iterator:
 
 
 def ask(text="abc", **values):
-    kinds = {bool: bool, int: np.int32, float: np.float32}
-    tensors = {n: np.array([[v]], dtype=kinds[type(v)]) for n, v in values.items()}
-    return pb_utils.Request(ALL, text_input=np.array([[text.encode()]], dtype=object), **tensors)
+    kinds = {bool: bool, int: np.int32, float: np.float32, bytes: object}
+    values = {"text_input": text} | values
+    given = {n: v.encode() if isinstance(v, str) else v for n, v in values.items()}
+    tensors = {n: np.array([[v]], dtype=kinds[type(v)]) for n, v in given.items()}
+    return pb_utils.Request(ALL, **tensors)
 
 
 def finish(*requests):
@@ -108,6 +115,50 @@ def test_answers_are_what_the_engine_generates(start, saved_engine):
         assert values[-1]["finish_reason"].tolist() == [[b"length"]]
         assert not any("finish_reason" in v for v in values[:-1])
     assert len(requests[1].sender.responses) == 1 < len(requests[0].sender.responses)
+
+
+def test_scores_of_the_prompt_come_once(start, saved_engine):
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, prompt_logprobs=2)
+    want = LLM(saved_engine.path).generate("abc", params)[0].prompt_logprobs
+    model = start()
+    options = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+    request = ask(stream=True, prompt_logprobs=2, **options)
+    model.execute([request, plain := ask(**options)])
+    finish(request, plain)
+    first, *others = [response.values for response in request.sender.responses]
+    (found,) = first["prompt_logprobs"][0]
+    assert json.loads(found) == [
+        row and {str(token): pytest.approx(entry.logprob) for token, entry in row.items()}
+        for row in want
+    ]
+    assert len(json.loads(found)) == 3
+    assert others
+    assert not any("prompt_logprobs" in v for v in others)
+    assert "prompt_logprobs" not in plain.sender.responses[0].values
+
+
+def test_predictions_and_salts(start, monkeypatch):
+    """A prediction is verified, and a salt parts callers."""
+    engine = build_engine(plans=[OFF, SpecPlan.from_widths((1,) * 4, ("suffix",))])
+    service = Service(EngineCore(engine, OFF.name))
+    monkeypatch.setattr(triton_model, "_load", lambda args: service)
+    model, options = start(), {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    options |= {"text": "abcdefghijklmnopqrstu", "return_perf_metrics": True}
+
+    def answer(**more):
+        before = service.core.scheduler.stats.num_cached_tokens
+        model.execute([request := ask(**options, **more)])
+        finish(request)
+        values = request.sender.responses[0].values
+        cached = service.core.scheduler.stats.num_cached_tokens - before
+        names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+        return values["text_output"][0, 0].decode(), [int(values[n][0, 0]) for n in names], cached
+
+    text, counts, _ = answer(cache_salt="a")
+    assert counts == [0, 0]
+    found, counts, cached = answer(cache_salt="b", prediction=text + "zz")
+    assert (found, counts, cached) == (text, [20, 2], 0)
+    assert answer(cache_salt="a")[2] > 0
 
 
 def test_counters_grow_by_what_is_new(start):
@@ -243,9 +294,7 @@ def test_devices_are_settled_before_torch(saved_engine):
 
 
 def guided(text):
-    values = {"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": text}
-    tensors = {n: np.array([[v.encode()]], dtype=object) for n, v in values.items()}
-    return pb_utils.Request(ALL, text_input=np.array([[b"abc"]], dtype=object), **tensors)
+    return ask(guided_decoding_guide_type="ebnf_grammar", guided_decoding_guide=text)
 
 
 def test_a_grammar_is_compiled_while_others_are_served(start, monkeypatch):

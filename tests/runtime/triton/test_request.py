@@ -59,6 +59,7 @@ def test_all_options(shape):
         "max_tokens": 5, "temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125,
         "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5,
         "seed": 2**62 + 1, "rule": "delta", "logprobs": 2, "ignore_eos": True,
+        "prompt_logprobs": 3, "lora": "sql",
         "include_stop_str_in_output": True, "skip_special_tokens": False, "speculative": False,
         "min_tokens": 4, "allowed_token_ids": [3, 9],
     }  # fmt: skip
@@ -72,6 +73,8 @@ def test_all_options(shape):
         logit_bias_values=[-1.5, 2.0],
         guided_decoding_guide_type="regex",
         guided_decoding_guide="a+",
+        prediction="b c",
+        cache_salt="mine",
         priority=-3,
         timeout=1.5,
         stream=True,
@@ -86,8 +89,8 @@ def test_all_options(shape):
     assert got.structured_outputs is not None
     assert (got.structured_outputs.kind, got.structured_outputs.text) == ("regex", "a+")
     assert (asked.priority, asked.timeout_s, asked.is_streamed) == (-3, 1.5, True)
-    assert asked.echoed == "a"
-    assert {"logprobs", "cumulative_logprob"} <= set(asked.outputs)
+    assert (asked.echoed, asked.prediction, asked.cache_salt) == ("a", "b c", "mine")
+    assert {"logprobs", "cumulative_logprob", "prompt_logprobs"} <= set(asked.outputs)
 
 
 def test_parameters_are_inputs_by_another_way():

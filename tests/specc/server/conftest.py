@@ -21,3 +21,12 @@ def server() -> Iterator[Any]:
 def nothing_is_left(server: Any) -> Iterator[None]:
     yield
     server.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[tuple[Any, Any]]:
+    """A server whose model thinks and calls tools, and what it says."""
+    from tests.specc.server.scripted import AGENT, serve_scripted
+
+    with serve_scripted(**AGENT) as made:
+        yield made

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from specc.runtime.engine import Engine
+from specc.runtime.requests.chat_template import ChatTemplate
 from tests.runtime.conftest import build_engine
+from tests.specc.server.serving import Server, serve
 
 POSITIONS = 768
 MARKERS = (
@@ -28,6 +31,10 @@ TEMPLATE = (
     "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson if tools }}"
     "{{ thinking or '' }}"
 )
+# of a model that thinks, and calls tools when it wants to
+AGENT = {
+    "reasoning_parser": "qwen3", "tool_call_parser": "hermes", "enable_auto_tool_choice": True,
+}  # fmt: skip
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -116,3 +123,14 @@ def scripted_engine(
     engine.vocab_size = tokenizer.get_vocab_size()
     engine.eos_token_ids = frozenset([tokenizer.token_to_id("<eos>")])
     return engine, script
+
+
+@contextlib.contextmanager
+def serve_scripted(
+    template: str | ChatTemplate = TEMPLATE, **options: Any
+) -> Iterator[tuple[Server, Script]]:
+    """Serve such an engine; `options` as of `serve`."""
+    engine, script = scripted_engine()
+    with serve(engine, template, plan="chain-8", **options) as server:
+        yield server, script
+        server.wait_until_idle()

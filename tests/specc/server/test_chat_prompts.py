@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specc.runtime.requests.chat_template import ChatTemplate
-from tests.specc.server.scripted import Script, scripted_engine
+from tests.specc.server.scripted import Script, serve_scripted
 from tests.specc.server.serving import Server, assert_error, serve
 
 CHATS = "/v1/chat/completions"
@@ -24,11 +24,9 @@ SAID = " about 21."
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[tuple[Server, Script]]:
-    engine, script = scripted_engine()
     template = ChatTemplate({"default": TEMPLATE, "rag": "rag {{ messages[0].content }}"}, {})
-    with serve(engine, template, plan="chain-8", trust_request_chat_template=True) as server:
-        yield server, script
-        server.wait_until_idle()
+    with serve_scripted(template, trust_request_chat_template=True) as made:
+        yield made
 
 
 def answer(server: Server, *messages: Any, **options: Any) -> dict[str, Any]:

@@ -11,21 +11,24 @@ from transformers import PreTrainedTokenizerFast
 from specc.errors import RequestError
 from specc.runtime.requests.prompt_cut import PromptCut
 from specc.runtime.requests.request_maker import RequestMaker
-from tests.runtime.conftest import EOS, TinyModel, build_engine, text_tokenizer
-from tests.specc.server.serving import Server, assert_error, serve
-from tests.specc.server.test_tokenizing import BOS, IDS, TEMPLATE, USER, WORDS, with_bos
+from tests.runtime.conftest import TinyModel, build_engine, text_tokenizer
+from tests.specc.server.serving import Server, assert_error
+from tests.specc.server.test_tokenizing import (
+    BOS,
+    IDS,
+    USER,
+    WORDS,
+    serve_with_bos,
+    with_bos,
+)
 
 ONE = {"temperature": 0, "max_tokens": 1, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    engine = build_engine(eos=(EOS,))
-    assert engine.tokenizer is not None
-    with_bos(engine.tokenizer)
-    with serve(engine, TEMPLATE) as running:
+    with serve_with_bos() as running:
         yield running
-        running.wait_until_idle()
 
 
 def prompt_of(server: Server, **body: Any) -> list[int]:

@@ -11,8 +11,8 @@ import pytest
 
 from specc.server.errors import ApiError
 from specc.server.forced_calls import arguments_schema, calls_grammar, calls_schema
-from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
-from tests.specc.server.serving import MODEL, Server, assert_error, serve
+from tests.specc.server.scripted import Script, serve_scripted
+from tests.specc.server.serving import MODEL, Server, assert_error
 from tests.specc.server.test_tools import CHATS, NOW, USER, calls_of, say
 
 pytest.importorskip("llguidance")
@@ -36,10 +36,8 @@ NAMED = {"type": "function", "function": {"name": "pick"}}
 @pytest.fixture(scope="module")
 def rig() -> Iterator[tuple[Server, Script]]:
     # no parser of calls is needed, and one of thinking does not matter
-    engine, script = scripted_engine()
-    with serve(engine, TEMPLATE, plan="chain-8", reasoning_parser="deepseek_r1") as server:
-        yield server, script
-        server.wait_until_idle()
+    with serve_scripted(reasoning_parser="deepseek_r1") as made:
+        yield made
 
 
 def both(server: Server, **options: Any) -> list[Any]:

@@ -8,17 +8,15 @@ from collections.abc import Iterator
 import pytest
 
 from specc.runtime.requests.chat_template import ChatTemplate
-from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
-from tests.specc.server.serving import MODEL, Server, assert_error, serve
+from tests.specc.server.scripted import TEMPLATE, Script, serve_scripted
+from tests.specc.server.serving import MODEL, Server, assert_error
 from tests.specc.server.test_tools import ADD, ARGUMENTS, CALL, CHATS, NOW, USER, say
 
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[tuple[Server, Script]]:
-    engine, script = scripted_engine()
-    options = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
-    with serve(engine, TEMPLATE, plan="chain-8", **options) as server:
-        yield server, script
+    with serve_scripted(enable_auto_tool_choice=True, tool_call_parser="hermes") as made:
+        yield made
 
 
 FUNCTIONS = [ADD["function"], NOW["function"]]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from specc.percentile import percentile
 from specc.server import predictions
 from specc.speculation.plans import OFF, SpecPlan
 from tests.runtime.conftest import EOS, build_engine
@@ -149,6 +152,28 @@ def test_salts_part_callers(path: str) -> None:
         assert again["metrics"] != alone["metrics"]
         error = assert_error(server.post(path, body | {"cache_salt": ""}), 400)
         assert error["param"] == "cache_salt"
+
+
+@pytest.mark.slow
+def test_a_salt_costs_no_time(record_testsuite_property: Any) -> None:
+    """By turns, so that a busy machine costs all the same; nobody finds a prefix."""
+    dice = random.Random(0)
+    kinds: dict[str, Any] = {"none": None, "one": "a", "each": ""}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    with serve(build_engine(plans=[SUFFIX, OFF], eos=(EOS,)), plan="off") as server:
+        for index in range(300):
+            for kind, salt in dice.sample(sorted(kinds.items()), len(kinds)):
+                body = GREEDY | {"prompt": [dice.randrange(EOS) for _ in range(16)]}
+                body |= {} if salt is None else {"cache_salt": salt or str(index)}
+                begin_s = time.perf_counter()
+                server.complete(**body)
+                seconds[kind].append(time.perf_counter() - begin_s)
+        assert server.service.state().stats.num_cached_tokens == 0
+    for percent in (50, 99):
+        found = {kind: percentile(values, percent) or 0.0 for kind, values in seconds.items()}
+        record_testsuite_property(f"p{percent}_s", found)
+        if percent == 50:
+            assert max(found.values()) < 1.1 * min(found.values())
 
 
 def test_usage_of_a_prediction_tells_nothing_of_others() -> None:

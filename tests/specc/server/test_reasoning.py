@@ -10,8 +10,8 @@ import pytest
 from specc.errors import ConfigError
 from specc.runtime.requests.chat_template import ChatTemplate
 from specc.server.config import ServeConfig
-from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
-from tests.specc.server.serving import MODEL, Server, serve
+from tests.specc.server.scripted import TEMPLATE, Script, serve_scripted
+from tests.specc.server.serving import MODEL, Server
 
 USER = {"role": "user", "content": "hi"}
 TEXT = "<think>\nOne and one <b>\n</think>\n\nTwo, é 🙂"
@@ -20,10 +20,8 @@ REASONING, CONTENT = "\nOne and one <b>\n", "\n\nTwo, é 🙂"
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[tuple[Server, Script]]:
-    engine, script = scripted_engine()
-    with serve(engine, TEMPLATE, plan="chain-8", reasoning_parser="qwen3") as server:
-        yield server, script
-        server.wait_until_idle()
+    with serve_scripted(reasoning_parser="qwen3") as made:
+        yield made
 
 
 def say(script: Script, text: str, whole: bool = True, **variables: Any) -> None:

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from specc.server.logprobs import TextOffsets, TokenTexts
 from tests.runtime.conftest import build_engine
-from tests.specc.server.scripted import TEMPLATE, byte_tokenizer, scripted_engine
+from tests.specc.server.scripted import byte_tokenizer, serve_scripted
 from tests.specc.server.serving import GREEDY, Server, greedy_text, serve
 from tests.specc.server.test_api import events
 
@@ -72,9 +72,8 @@ def test_a_token_that_the_prompt_has_not_got(server, stream: bool) -> None:
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("stream", [False, True])
 def test_characters_of_several_tokens_and_special_ones(stream: bool, skips: bool) -> None:
-    engine, script = scripted_engine()
     said = "é<think>🙂 x</think>ü<eos>"
-    with serve(engine, TEMPLATE, plan="chain-8") as server:
+    with serve_scripted() as (server, script):
         script.set(said, "añ ")
         body = {"prompt": "añ ", "max_tokens": 30, "temperature": 0, "skip_special_tokens": skips}
         ((text, tokens, offsets),) = logprobs_of(server, stream, echo=True, **body)

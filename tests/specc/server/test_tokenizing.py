@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -32,14 +33,20 @@ def with_bos(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+@contextlib.contextmanager
+def serve_with_bos(template: str = TEMPLATE) -> Iterator[Server]:
     engine = build_engine(eos=(EOS,))
     assert engine.tokenizer is not None
     with_bos(engine.tokenizer)
-    with serve(engine, TEMPLATE) as running:
+    with serve(engine, template) as running:
         yield running
         running.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve_with_bos() as running:
+        yield running
 
 
 def tokenize(server: Server, **body: Any) -> dict[str, Any]:

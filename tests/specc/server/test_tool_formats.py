@@ -15,8 +15,8 @@ from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.protocol import ChatRequest
 from specc.server.tool_counts import ToolCounts
 from specc.server.tools import ToolUse
-from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
-from tests.specc.server.serving import MODEL, Server, serve
+from tests.specc.server.scripted import TEMPLATE, Script, serve_scripted
+from tests.specc.server.serving import MODEL, Server
 
 USER = {"role": "user", "content": "hi"}
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
@@ -59,13 +59,11 @@ IDS = {"kimi_k2": "functions.add:0", "cohere_command3": "0"}
 
 @pytest.fixture(scope="module", params=OUTPUTS)
 def rig(request) -> Iterator[tuple[Server, Script, str]]:
-    engine, script = scripted_engine()
     thinks, _ = OUTPUTS[request.param]
     options = {"tool_call_parser": request.param, "enable_auto_tool_choice": True}
     options |= {"reasoning_parser": thinks} if thinks else {}
-    with serve(engine, TEMPLATE, plan="chain-8", **options) as server:
-        yield server, script, request.param
-        server.wait_until_idle()
+    with serve_scripted(**options) as made:
+        yield *made, request.param
 
 
 def say(script: Script, text: str, whole: bool, tools: Any = TOOLS) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from specc.server.parsers.formats import CALL_FORMATS
 from specc.server.protocol import ChatRequest
 from specc.server.tool_counts import ToolCounts
 from specc.server.tools import ToolUse
-from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
+from tests.specc.server.scripted import TEMPLATE, Script, serve_scripted
 from tests.specc.server.serving import MODEL, Server, assert_error, serve
 from tests.tiers import only
 
@@ -44,15 +43,6 @@ CALL = f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 TEXT = f"<think>\nadd, 🙂\n</think>\n\nI add.\n{CALL}\n{OTHER}"
 CHATS = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def rig() -> Iterator[tuple[Server, Script]]:
-    engine, script = scripted_engine()
-    options = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
-    with serve(engine, TEMPLATE, plan="chain-8", enable_auto_tool_choice=True, **options) as server:
-        yield server, script
-        server.wait_until_idle()
 
 
 def say(script: Script, text: str, whole: bool = True, tools: Any = (ADD, NOW)) -> None:
@@ -351,9 +341,8 @@ FORMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("form", only(("llama3_json",), FORMS))
 def test_other_formats(form: str) -> None:
-    engine, script = scripted_engine()
     options = {"enable_auto_tool_choice": True, "tool_call_parser": form}
-    with serve(engine, TEMPLATE, plan="chain-8", **options) as server:
+    with serve_scripted(**options) as (server, script):
         for whole in (True, False):
             say(script, f"So:{FORMS[form]}" if form != "llama3_json" else FORMS[form], whole)
             choice = ask(server).choices[0]

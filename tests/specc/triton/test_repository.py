@@ -80,9 +80,8 @@ def test_values_are_written_in_ascii():
 
 def test_every_sampling_option_is_an_input():
     names = {tensor.name for tensor in INPUTS} | {"stop", "structured_outputs", "logit_bias"}
-    # a request to Triton is one output, and there is no tensor for scores of its prompt, nor for
-    # the name of an adapter
-    absent = {"stop_strings", "n", "prompt_logprobs", "output_kind", "lora"}
+    # a request to Triton is one output
+    absent = {"stop_strings", "n", "output_kind"}
     fields = set(SamplingParams.__dataclass_fields__) - absent
     assert fields <= names
 

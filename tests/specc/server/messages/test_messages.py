@@ -11,8 +11,8 @@ import pytest
 
 from specc.runtime.requests.chat_template import ChatTemplate
 from tests.specc.server.messages.events import check_order, events_of
-from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
-from tests.specc.server.serving import MODEL, Server, serve
+from tests.specc.server.scripted import AGENT, TEMPLATE, Script, serve_scripted
+from tests.specc.server.serving import MODEL, Server
 from tests.specc.server.test_tools import ADD, ARGUMENTS, CALL, OTHER, TEXT, USER
 
 PATH = "/v1/messages"
@@ -28,15 +28,6 @@ SHORT = (
     "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}"
     "{% endfor %}>"
 )
-
-
-@pytest.fixture(scope="module")
-def rig() -> Iterator[tuple[Server, Script]]:
-    engine, script = scripted_engine()
-    options = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
-    with serve(engine, TEMPLATE, plan="chain-8", enable_auto_tool_choice=True, **options) as server:
-        yield server, script
-        server.wait_until_idle()
 
 
 def client(server: Server, **options: Any) -> anthropic.Anthropic:
@@ -106,10 +97,8 @@ def test_a_message_and_its_stream(rig, whole: bool) -> None:
 
 @pytest.fixture
 def agent() -> Iterator[tuple[Server, Script]]:
-    engine, script = scripted_engine()
-    options = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
-    with serve(engine, SHORT, plan="chain-8", enable_auto_tool_choice=True, **options) as server:
-        yield server, script
+    with serve_scripted(SHORT, **AGENT) as made:
+        yield made
 
 
 def test_an_agent_goes_on_with_what_it_got(agent) -> None:
@@ -156,8 +145,7 @@ def test_an_agent_goes_on_with_what_it_got(agent) -> None:
 def test_an_answer_that_was_begun(rig) -> None:
     begun = {"role": "assistant", "content": "The"}
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    engine, script = scripted_engine()
-    with serve(engine, template, plan="chain-8") as other:
+    with serve_scripted(template) as (other, script):
         script.set(" end", "[user]hi[assistant]The")
         answer = client(other).messages.create(model=MODEL, messages=[USER, begun], max_tokens=9)  # type: ignore[list-item]
         assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": " end"}]

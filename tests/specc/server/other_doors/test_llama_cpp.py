@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.conftest import EOS, TinyModel, build_engine
+from tests.runtime.conftest import EOS, TinyModel
 from tests.specc.server.serving import Server, greedy_ids, greedy_text, serve
-from tests.specc.server.test_tokenizing import with_bos
+from tests.specc.server.test_tokenizing import serve_with_bos
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -133,6 +133,8 @@ def test_forms(server) -> None:
         ({"n_probs": 21}, "n_probs"),
         ({"temperature": -1}, "temperature"),
         ({"prompt": "a" * 96}, "maximum context length"),
+        # a text, and no token
+        ({"logit_bias": [["5", 1]]}, "logit_bias"),
     ],
 )
 def test_what_is_refused(server, body: Any, word: str) -> None:
@@ -157,11 +159,26 @@ def test_unknown_fields_and_keys() -> None:
         assert complete(server, n_predikt=5)["content"]
 
 
+def test_salts_part_callers(server) -> None:
+    def cached(**more: Any) -> int:
+        return int(complete(server, prompt="abcdefghijklmnopqrstuvwxyz", **more)["tokens_cached"])
+
+    assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
+    assert min(cached(), cached(cache_salt="a")) > 0
+
+
+def test_callers_with_keys_learn_nothing_of_each_other() -> None:
+    """What others have sent shows in tokens of the cache, and in what drafts know."""
+    with serve(api_keys=("one", "two")) as server:
+        headers = {"authorization": "Bearer one"}
+        answer = server.post(PATH, {"prompt": PROMPT} | GREEDY, headers=headers).json()
+    assert (answer["tokens_predicted"], answer["timings"]["predicted_n"]) == (12, 12)
+    assert "tokens_cached" not in answer
+    assert not {"draft_n", "draft_n_accepted"} & answer["timings"].keys()
+
+
 def test_props_and_health() -> None:
-    engine = build_engine()
-    assert engine.tokenizer is not None
-    with_bos(engine.tokenizer)
-    with serve(engine, "{{ messages }}") as server:
+    with serve_with_bos("{{ messages }}") as server:
         found = server.get("/props").json()
         assert found["default_generation_settings"]["n_ctx"] == 96
         assert (found["total_slots"], found["model_alias"]) == (3, "tiny")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 import pytest
 
 from specc.runtime.requests.chat_template import ChatTemplate
-from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine
+from tests.specc.server.scripted import TEMPLATE
 from tests.specc.server.serving import MODEL, Server, greedy_text, serve
 from tests.specc.server.test_tools import ADD, CALL, NOW, OTHER, TEXT
 
@@ -21,15 +20,6 @@ CALLS = [
     {"function": {"name": "add", "arguments": {"x": 1, "y": 2}}},
     {"function": {"name": "now", "arguments": {}}},
 ]
-
-
-@pytest.fixture(scope="module")
-def rig() -> Iterator[tuple[Server, Script]]:
-    engine, script = scripted_engine()
-    options = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
-    with serve(engine, TEMPLATE, plan="chain-8", enable_auto_tool_choice=True, **options) as server:
-        yield server, script
-        server.wait_until_idle()
 
 
 def ask(server: Server, path: str, **body: Any) -> dict[str, Any]:
@@ -130,7 +120,7 @@ def test_a_call_that_is_cut_is_none(rig) -> None:
         assert parts[-1]["message"]["tool_calls"] == CALLS[1:]
 
 
-def test_what_the_template_gets(rig) -> None:
+def test_what_the_template_gets(rig, monkeypatch) -> None:
     """Calls and the answers to them have ids, whatever Ollama's clients leave out."""
     server, script = rig
     conversation = [
@@ -147,10 +137,19 @@ def test_what_the_template_gets(rig) -> None:
         {"role": "tool", "content": "noon", "tool_call_id": "call_1_1", "name": "now"},
     ]
     script.set("ok", ChatTemplate(TEMPLATE, {}).render(theirs))
+    prompts, make = [], server.service.core.requests.make
+
+    def seen(prompt: Any, *given: Any, **options: Any) -> Any:
+        prompts.append(made := make(prompt, *given, **options))
+        return made
+
+    monkeypatch.setattr(server.service.core.requests, "make", seen)
     answer = ask(server, CHAT, messages=conversation)
     assert answer["message"]["content"] == "ok"
-    count = server.post("/tokenize", {"messages": theirs}).json()["count"]
-    assert answer["prompt_eval_count"] == count
+    found = server.post("/tokenize", {"messages": theirs}).json()
+    assert answer["prompt_eval_count"] == found["count"]
+    (request,) = prompts
+    assert request.token_ids[: request.num_prompt_tokens] == found["tokens"]
 
 
 def test_how_much_it_thinks() -> None:
@@ -179,6 +178,19 @@ def test_forms(rig, form: Any) -> None:
     server, script = rig
     script.set("{}", ChatTemplate(TEMPLATE, {}).render([USER]))
     assert json.loads(ask(server, CHAT, messages=[USER], format=form)["message"]["content"]) == {}
+
+
+def test_salts_part_callers(server) -> None:
+    body = {"prompt": "zyxwvutsrqponmlkjihgfedcba", "raw": True}
+
+    def cached(**more: Any) -> int:
+        stats = server.service.core.scheduler.stats
+        before = stats.num_cached_tokens
+        ask(server, GENERATE, **body, **more)
+        return int(stats.num_cached_tokens - before)
+
+    assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
+    assert min(cached(), cached(cache_salt="a")) > 0
 
 
 def test_loading_and_names(server) -> None:
@@ -223,7 +235,7 @@ def test_unknown_names_and_keys(server) -> None:
     with serve(strict_fields=True, api_keys=("one",)) as other:
         headers = {"authorization": "Bearer one"}
         for path, body in ((CHAT, {"messages": [USER]}), (GENERATE, {"prompt": "a"})):
-            body |= {"model": MODEL, "options": OPTIONS}
+            body |= {"model": MODEL, "options": OPTIONS, "keep_alive": "5m"}
             assert other.post(path, body).status_code == 401
             assert other.post(path, body, headers=headers).status_code == 200
             assert other.post(path, body | {"x": 1}, headers=headers).status_code == 400

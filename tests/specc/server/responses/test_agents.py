@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from specc.runtime.requests.chat_template import ChatTemplate
 from tests.specc.server.responses.rig import check_events, events_of
-from tests.specc.server.scripted import Script, scripted_engine
-from tests.specc.server.serving import MODEL, Server, serve
+from tests.specc.server.scripted import AGENT, Script, serve_scripted
+from tests.specc.server.serving import MODEL, Server
 
 # everything that a prompt can differ in, once
 TEMPLATE = (
@@ -83,13 +83,8 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    engine, script = scripted_engine()
-    with serve(
-        engine, TEMPLATE, plan="chain-8", reasoning_parser="qwen3", enable_auto_tool_choice=True,
-        tool_call_parser="hermes",
-    ) as server:  # fmt: skip
-        yield Rig(server, script)
-        server.wait_until_idle()
+    with serve_scripted(TEMPLATE, **AGENT) as made:
+        yield Rig(*made)
 
 
 def as_codex(item: dict[str, Any]) -> dict[str, Any]:
@@ -271,9 +266,8 @@ def test_a_conversation_that_is_too_long_loses_its_first_turns(rig: Rig) -> None
 
 
 def test_messages_of_developers_stay_where_the_template_knows_them() -> None:
-    engine, script = scripted_engine()
     template = TEMPLATE + "{# developer #}"
-    with serve(engine, template, plan="chain-8") as server:
+    with serve_scripted(template) as (server, script):
         own = Rig(server, script)
         developer = {"role": "developer", "content": "No network."}
         script.set("Yes.", ChatTemplate(template, {}).render([developer, USER]))
