@@ -16,9 +16,9 @@ instruction c; in 8 bits both rows r, and the word is (c, h). Where the bits of 
 half is `_BITS`: as they are, or where few instructions put them in place.
 
 A block of 32 outputs has all scales of its columns, all zero points, then its tiles: of each step
-of columns both halves of the block. Zero points are what is added, as bfloat16, to what a level
-becomes first: -(128 + z) to 128 + u of int4, and 128 - z to u - 128 of int8; of a group and half of
-the block, rows g and g + 8 side by side.
+of columns both halves of the block. Zero points, which int4 alone has, are what is added, as
+bfloat16, to what a level becomes first: -(128 + z) to 128 + u; of a group and half of the block,
+rows g and g + 8 side by side.
 
 Source: Marlin, arXiv:2408.11743 §3.4, for weights in the order of fragments.
 """
@@ -40,15 +40,13 @@ _BITS = {
     "fp8": ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11)),
 }
 _BITS_OF = {"int4": 4, "mxfp4": 4, "int8": 8, "fp8": 8}
-# of mxfp4, the exponents of so many groups are stored together
-_EXPONENTS = 4
-# zero points of int4 that 128 + z has no rounding of
+# zero points: 128 + z is exact in bfloat16 up to this one
 MOST_ZERO = 128
 
 
-def tile_columns(bits: int) -> int:
-    """Columns of a tile, which a weight's must be a multiple of."""
-    return 256 // bits
+def step_columns(bits: int) -> int:
+    """Columns of four tiles: a warp takes so many at a time, and a weight has whole steps."""
+    return 1024 // bits
 
 
 def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, kind: str) -> Tensor:
@@ -62,18 +60,17 @@ def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, kind: str) -> Ten
     Returns:
         uint8 [blocks, bytes of a block].
     Raises:
-        ValueError: K is no multiple of a tile's columns.
+        ValueError: K is no multiple of a step's columns.
     """
-    if levels.shape[1] % tile_columns(_BITS_OF[kind]):
+    if levels.shape[1] % step_columns(_BITS_OF[kind]):
         raise ValueError(f"no fragments of {levels.shape[1]} columns of {kind}")
     blocks = len(levels) // OUTPUTS
     scales = scales.contiguous()
     if kind == "mxfp4":
         scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
-        scales = torch.nn.functional.pad(scales, (0, -scales.shape[1] % _EXPONENTS))
     parts = [scales.view(blocks, OUTPUTS, -1).transpose(1, 2).contiguous().view(torch.uint8)]
     if zeros is not None:
-        parts.append(_pack_zeros(zeros, kind))
+        parts.append(_pack_zeros(zeros))
     parts.append(_pack_levels(levels, kind))
     return torch.cat([part.reshape(blocks, -1) for part in parts], 1)
 
@@ -91,7 +88,7 @@ def unpack(
     """
     blocks = len(stored)
     is_mx = kind == "mxfp4"
-    scale_bytes = OUTPUTS * (-(-groups // _EXPONENTS) * _EXPONENTS if is_mx else 4 * groups)
+    scale_bytes = OUTPUTS * groups * (1 if is_mx else 4)
     zero_bytes = 2 * OUTPUTS * groups if has_zeros else 0
     level_bytes = OUTPUTS * columns * _BITS_OF[kind] // 8
     head, zeros, words = stored.split([scale_bytes, zero_bytes, level_bytes], 1)
@@ -101,7 +98,7 @@ def unpack(
         scales = head.contiguous().view(torch.float32)
     scales = scales.view(blocks, -1, OUTPUTS).transpose(1, 2).reshape(blocks * OUTPUTS, -1)
     levels = _unpack_levels(words, kind)
-    return levels, scales[:, :groups], _unpack_zeros(zeros, kind) if has_zeros else None
+    return levels, scales, _unpack_zeros(zeros) if has_zeros else None
 
 
 def _pack_levels(levels: Tensor, kind: str) -> Tensor:
@@ -140,18 +137,17 @@ def _unpack_levels(stored: Tensor, kind: str) -> Tensor:
     return levels ^ 128 if kind == "int8" else levels
 
 
-def _pack_zeros(zeros: Tensor, kind: str) -> Tensor:
+def _pack_zeros(zeros: Tensor) -> Tensor:
     """Zero points [blocks · 32, G] as what is added for them, bfloat16 [blocks, G, half, g, r]."""
-    added = 128 - zeros.int() if kind == "int8" else -128 - zeros.int()
-    added = added.bfloat16().view(-1, 2, 2, 8, zeros.shape[1]).permute(0, 4, 1, 3, 2)
+    added = (-128 - zeros.int()).bfloat16().view(-1, 2, 2, 8, zeros.shape[1]).permute(0, 4, 1, 3, 2)
     return added.contiguous().view(torch.uint8)
 
 
-def _unpack_zeros(stored: Tensor, kind: str) -> Tensor:
+def _unpack_zeros(stored: Tensor) -> Tensor:
     """The zero points [blocks · 32, G] int16 that `_pack_zeros` was given."""
     added = stored.contiguous().view(torch.bfloat16).view(len(stored), -1, 2, 8, 2)
     added = added.permute(0, 2, 4, 3, 1).reshape(len(stored) * OUTPUTS, -1).to(torch.int16)
-    return 128 - added if kind == "int8" else -128 - added
+    return -128 - added
 
 
 @functools.cache

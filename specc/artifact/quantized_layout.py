@@ -22,8 +22,8 @@ exponents of float32 (0 is scale 0). Levels follow in units, [32 outputs, bytes]
 The last group, and its last unit, may have fewer columns. What blocks have beyond N has scale 0.
 
 For GPUs a block may have the same parts in another order, *fragments*: all scales, all zero points,
-and levels as tensor cores take them (`fragments.py`). K is a multiple of 64 columns of 4 bits, 32
-of 8 bits, and a block has as many bytes.
+and levels as tensor cores take them (`fragments.py`). K is a multiple of 256 columns of 4 bits, of
+128 of 8 bits, and a block has as many bytes.
 Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) 1.0, §5.
 """
 
@@ -33,6 +33,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,8 @@ class QuantizedLayout:
             if wanted != (self.bits, self.group, self.has_zeros, self.is_float):
                 raise ValueError(f"no blocks {self.format} of {self.bits} bits")
             return
+        if self.format and not self._may_be_fragments:
+            raise ValueError(f"no fragments of {self.bits} bits in groups of {self.group}")
         groups = {8: (0, *GROUPS), 4: (32,) if self.is_float else GROUPS}
         is_known = self.group in groups.get(self.bits, ())
         if not is_known or (self.has_zeros and self.is_float):
@@ -134,9 +137,21 @@ class QuantizedLayout:
         """The same in the order of fragments."""
         return replace(self, format=FRAGMENTS)
 
+    @property
+    def as_blocks(self) -> QuantizedLayout:
+        """The same in the order of blocks."""
+        return replace(self, format="") if self.is_fragments else self
+
     def has_fragments(self, columns: int) -> bool:
-        """Whether a weight of K = `columns` may lie so: whole tiles, and no blocks of ggml's."""
-        return self.blocks is None and columns % fragments.tile_columns(self.bits) == 0
+        """Whether a weight of K = `columns` may lie so: whole steps, of a kind with a kernel."""
+        is_known = self.blocks is None and self._may_be_fragments
+        return is_known and columns % fragments.step_columns(self.bits) == 0
+
+    @property
+    def _may_be_fragments(self) -> bool:
+        if self.bits == 4:
+            return True
+        return not self.has_zeros and self.group in ((0, 128) if self.is_float else (0,))
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -144,6 +159,11 @@ class QuantizedLayout:
         own = self.bits, self.group, self.has_zeros, self.is_float
         # between them is how many bits rows have
         return (*own, 0, self.format) if self.format else own
+
+    @classmethod
+    def of_facts(cls, facts: Sequence[Any]) -> QuantizedLayout:
+        """The layout that an operator was told of, after the number of outputs."""
+        return cls(*facts[:4], format="".join(facts[5:6]))
 
     @property
     def apart(self) -> int:
@@ -351,7 +371,7 @@ def _check_parts(
     if zeros is not None and zeros.numel():
         least, most = int(zeros.min()), int(zeros.max())
         # sums of 32 bits hold so much, and bfloat16
-        limit = fragments.MOST_ZERO if layout.is_fragments and layout.bits == 4 else 256
+        limit = fragments.MOST_ZERO if layout.is_fragments else 256
         if least < 0 or most > limit:
             raise ValueError(f"zero points from {least} to {most}")
 

@@ -8,11 +8,11 @@ import torch
 from specc.artifact.quantized_layout import QuantizedLayout, pack, unpack
 from tests.specc.artifact.test_quantized_layout import LAYOUTS, random_parts
 
-FRAGMENTS = [layout.as_fragments for layout in LAYOUTS]
+FRAGMENTS = [layout.as_fragments for layout in LAYOUTS if layout.has_fragments(256)]
 
 
 @pytest.mark.parametrize("layout", FRAGMENTS, ids=lambda item: item.name)
-@pytest.mark.parametrize("shape", [(32, 128), (70, 320), (1, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(32, 256), (70, 768), (1, 512)], ids=str)
 def test_blocks_hold_what_was_put_in(shape, layout) -> None:
     levels, scales, zeros = random_parts(shape, layout)
     stored = pack(levels, scales, zeros, layout)
@@ -62,10 +62,10 @@ def level_of(halves: list[int], kind: str, register: int, which: int) -> int:
 def test_where_levels_lie(kind) -> None:
     """Every level of two blocks of several tiles, from its lane, register and half of a word."""
     layout = QuantizedLayout.named(kind).as_fragments
-    levels, scales, _ = random_parts((64, 128), layout)
+    levels, scales, _ = random_parts((64, 256), layout)
     stored = pack(levels, scales, None, layout)
     columns = 256 // layout.bits
-    tiles = 128 // columns
+    tiles = 256 // columns
     words = stored[:, -tiles * 1024 :].contiguous().view(torch.int16)
     words = (words.long() & 0xFFFF).view(2, tiles, 2, 8, 4, 8).tolist()
     seen = torch.zeros_like(levels)
@@ -87,40 +87,41 @@ def test_where_levels_lie(kind) -> None:
 
 def test_where_scales_and_zeros_lie() -> None:
     layout = QuantizedLayout.named("int4-g32-zeros-fragments")
-    levels, scales, zeros = random_parts((40, 128), layout)
+    levels, scales, zeros = random_parts((40, 256), layout)
     stored = pack(levels, scales, zeros, layout)
-    assert stored[0, :512].view(torch.float32).view(4, 32).equal(scales[:32].T)
-    added = stored[0, 512:768].view(torch.bfloat16).view(4, 2, 8, 2)
+    assert stored[0, :1024].view(torch.float32).view(8, 32).equal(scales[:32].T)
+    added = stored[0, 1024:1536].view(torch.bfloat16).view(8, 2, 8, 2)
     for group, row in ((0, 0), (1, 9), (3, 30)):
         assert added[group, row // 16, row % 8, row % 16 // 8] == -128 - zeros[row, group]
     layout = QuantizedLayout.named("mxfp4-fragments")
-    levels, scales, _ = random_parts((32, 192), layout)
-    stored = pack(levels, scales, None, layout)
-    exponents = stored[0, :256].view(8, 32)
+    levels, scales, _ = random_parts((32, 256), layout)
+    exponents = pack(levels, scales, None, layout)[0, :256].view(8, 32)
     assert exponents[5, 7] == scales[7, 5].log2() + 127
-    assert not exponents[6:].any()  # no such groups
 
 
 def test_every_zero_point_is_stored() -> None:
-    for name, most in (("int4-g64-zeros-fragments", 128), ("int8-zeros-fragments", 256)):
-        layout = QuantizedLayout.named(name)
-        zeros = torch.arange(most + 1, dtype=torch.int16)[:, None]
-        levels, ones = torch.zeros(most + 1, 64, dtype=torch.uint8), torch.ones(most + 1, 1)
-        stored = pack(levels, ones, zeros, layout)
-        assert unpack(stored, levels.shape, layout)[2].equal(zeros)
-        with pytest.raises(ValueError, match=f"zero points from 0 to {most + 1}"):
-            pack(levels, ones, zeros + zeros // most, layout)
+    layout = QuantizedLayout.named("int4-g64-zeros-fragments")
+    zeros = torch.arange(129, dtype=torch.int16)[:, None].repeat(1, 4)
+    levels, ones = torch.zeros(129, 256, dtype=torch.uint8), torch.ones(129, 4)
+    stored = pack(levels, ones, zeros, layout)
+    assert unpack(stored, levels.shape, layout)[2].equal(zeros)
+    with pytest.raises(ValueError, match="zero points from 0 to 129"):
+        pack(levels, ones, zeros + zeros // 128, layout)
 
 
 def test_what_has_no_fragments() -> None:
-    ones = torch.ones(1, 1)
-    for name, columns in (("int4-g128", 96), ("int8", 40)):
+    for name, columns in (("int4-g128", 384), ("int8", 64)):
         layout = QuantizedLayout.named(name)
         assert not layout.has_fragments(columns)
-        assert layout.has_fragments(192)
+        assert layout.has_fragments(512)
         levels = torch.zeros(1, columns, dtype=torch.uint8)
         with pytest.raises(ValueError, match=f"no fragments of {columns} columns"):
-            pack(levels, ones, None, layout.as_fragments)
+            pack(levels, torch.ones(1, layout.num_groups(columns)), None, layout.as_fragments)
     assert not QuantizedLayout.named("q4_k").has_fragments(256)
+    assert len(FRAGMENTS) == 10
+    for name in ("int8-zeros", "int8-g64", "fp8-g32"):
+        assert not QuantizedLayout.named(name).has_fragments(256)
+        with pytest.raises(ValueError, match="no fragments of 8 bits"):
+            QuantizedLayout.named(f"{name}-fragments")
     with pytest.raises(ValueError, match="no blocks"):
         QuantizedLayout(8, 0, format="pieces")
