@@ -193,25 +193,32 @@ _MANY_TILES = {
 }
 
 
-# of weights in fragments: the first is for weights whose blocks of 32 are many, the second where
-# they are not. Warps and columns of a warp decide the order of a sum: all tiles have the same, so
-# rows have the same bits however many they are. Three steps in flight are as much shared memory as
-# all devices have.
+# of weights in fragments: of the two of 8 rows one is for weights whose blocks of 32 are many, the
+# other for those where they are not. Warps and columns of a warp decide the order of a sum: all
+# tiles have the same, so rows have the same bits however many they are. Three steps in flight are
+# as much shared memory as all devices have. What is not here ptxas spills on some device.
 FRAGMENT_LAYOUTS = tuple(
     f"{layout}-fragments"
     for layout in QUANTIZED
     if layout in ("int8", "fp8", "fp8-g128", "mxfp4") or layout.startswith("int4")
 )
-_FRAGMENT_TILES = (
-    Tile(32, 256, 8, 3, form=FRAGMENTS, block_m=8), Tile(16, 256, 8, 2, form=FRAGMENTS, block_m=8),
-    Tile(32, 256, 8, 3, form=FRAGMENTS, block_m=16),
-    Tile(16, 256, 8, 4, form=FRAGMENTS, block_m=32),
-)  # fmt: skip
+_WIDE_ROWS = Tile(16, 256, 8, 4, form=FRAGMENTS, block_m=32)
+_NO_RING = Tile(16, 256, 8, 2, form=FRAGMENTS, block_m=8)
+_FRAGMENT_TILES = {
+    4: (Tile(32, 256, 8, 3, form=FRAGMENTS, block_m=8), _NO_RING, _WIDE_ROWS),
+    8: (
+        Tile(32, 128, 8, 3, form=FRAGMENTS, block_m=8),
+        Tile(32, 128, 8, 3, form=FRAGMENTS, block_m=16),
+        replace(_WIDE_ROWS, block_k=128),
+    ),
+}
 
 
-def fragment_tiles(bits: int) -> tuple[Tile, ...]:
-    """All of weights in fragments: a warp has as many bytes of a step, whatever a level has."""
-    return tuple(replace(tile, block_k=tile.block_k * 4 // bits) for tile in _FRAGMENT_TILES)
+def fragment_tiles(layout: str) -> tuple[Tile, ...]:
+    """All of a layout: a warp has as many bytes of a step, whatever a level has."""
+    if layout == "int4-g32-fragments":
+        return _NO_RING, _WIDE_ROWS
+    return _FRAGMENT_TILES[4 if layout.startswith(("int4", "mxfp4")) else 8]
 
 
 def quantized_tiles(layout: str, dtype: torch.dtype, num_rows: int) -> tuple[Tile, ...]:
@@ -222,7 +229,7 @@ def quantized_tiles(layout: str, dtype: torch.dtype, num_rows: int) -> tuple[Til
         num_rows: of the product.
     """
     if layout in FRAGMENT_LAYOUTS:
-        tiles = fragment_tiles(4 if layout.startswith(("int4", "mxfp4")) else 8)
+        tiles = fragment_tiles(layout)
         least = min((tile.block_m for tile in tiles if tile.block_m >= num_rows), default=0)
         return tuple(tile for tile in tiles if tile.block_m == least)
     if layout not in QUANTIZED or num_rows > MAX_QUANTIZED_ROWS:

@@ -81,7 +81,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile of every layout that has them, and what decodes all layouts."""
     for name in FRAGMENT_LAYOUTS:
         layout = QuantizedLayout.named(name)
-        for tile in fragment_tiles(layout.bits):
+        for tile in fragment_tiles(name):
             yield from with_dependent(_product(layout, tile), capability, DTYPE)
     for name in ("int4-g128", "int4-g128-zeros", "mxfp4", "int8", "fp8"):
         yield _decode(QuantizedLayout.named(name).as_fragments)
