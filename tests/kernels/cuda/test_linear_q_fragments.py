@@ -177,7 +177,7 @@ def levels_of_halves(layout: QuantizedLayout) -> torch.Tensor:
     head = layout.stored_shape((32, columns))[1] - (1 << 17)
     words = halves.to(torch.int16).view(torch.uint8)
     stored = torch.cat([torch.zeros(head, dtype=torch.uint8), words])[None]
-    levels = unpack(stored, (32, columns), layout)[0].long()
+    levels = unpack(stored, (32, columns), layout)[0]
     tile, half, g, q = halves // 512, halves // 256 % 2, halves // 32 % 8, halves // 8 % 4
     j, e = halves // 2 % 4, halves % 2
     if layout.bits == 4:
