@@ -13,7 +13,7 @@ from specc.errors import ConfigError
 BACKEND_OPTIONS = (
     "compute_capability", "decomposable_attention", "tensor_parallel_size",
     "draft_tensor_parallel_size", "draft_ranks", "segments", "kv_cache_dtype",
-    "pipeline_parallel_size", "quantize", "activation_bits", "lora",
+    "pipeline_parallel_size", "quantize", "weight_fragments", "activation_bits", "lora",
 )  # fmt: skip
 
 

@@ -89,6 +89,11 @@ class CompileConfig:
         " groups are more exact and larger. The default is 64 with int4, and with int8 all of an"
         " output.",
     )
+    weight_fragments: bool = option(
+        False,
+        "Store quantized weights in the order in which tensor cores take them, and multiply up to"
+        " 32 rows by them as they lie: for the backend cuda, in bfloat16. No GPU has run this yet.",
+    )
     calibration: Path | None = option(
         None,
         "Texts that the target's projections are rounded for, with --quantize int4 or int8: what"
@@ -389,6 +394,7 @@ class CompileOptions(TypedDict, total=False):
     draft_assume: str | Sequence[str]
     quantize: str | None
     quantize_group: int | None
+    weight_fragments: bool
     calibration: str | Path | None
     activation_bits: int | None
     weight_only: bool

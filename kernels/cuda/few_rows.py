@@ -26,6 +26,7 @@ from specc.kernels.cuda.attend_config import machine
 from specc.kernels.cuda.dependent import DTYPES
 from specc.kernels.cuda.few_rows_tiles import (
     EMBED_TILES,
+    FRAGMENT_LAYOUTS,
     LINEAR_TILES,
     TILES,
     Tile,
@@ -85,7 +86,8 @@ class Product:
     @property
     def can_start_early(self) -> bool:
         """Whether its kernel has a configuration for dependent launches."""
-        return not self.layout and self.dtype in DTYPES
+        is_able = not self.layout or self.layout in FRAGMENT_LAYOUTS
+        return is_able and self.dtype in DTYPES
 
 
 @dataclass(frozen=True)

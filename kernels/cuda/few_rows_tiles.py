@@ -14,12 +14,17 @@ All but `dot` have steps that are all whole, so no load of a weight has a mask, 
 bfloat16. Tiles of quantized weights take any width: those of `dot`, of `vector` for one row, and
 
 - `slices`: as `dot`, but each warp has columns of its own of a step.
+
+Weights in fragments (`specc.artifact.fragments`) have tiles of their own:
+
+- `fragments`: the weight is the first operand, as it was loaded, and each warp has columns of its
+  own of a step (`linear_q_fragments_kernels`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,10 +32,11 @@ import torch
 DOT, JOINED, SWAP, VECTOR = "dot", "joined", "swap", "vector"
 # of quantized weights
 SLICES = "slices"
+FRAGMENTS = "fragments"
 # of a product that is not of a quantized weight
 MAX_ROWS = 16
 # rows that tiles of a form have, unless their names say others
-_ROWS = {DOT: 16, JOINED: 16, SWAP: 8, VECTOR: 1, SLICES: 16}
+_ROWS = {DOT: 16, JOINED: 16, SWAP: 8, VECTOR: 1, SLICES: 16, FRAGMENTS: 8}
 # bytes of shared memory that a program may have (CUDA programming guide, technical specifications
 # per compute capability), and what it may have on those that are not listed
 _SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
@@ -44,7 +50,8 @@ class Tile:
     Args:
         block_n: rows of each of a program's blocks of the weight, of which those with a norm have
             two.
-        block_k: columns of a step, at most where a weight is quantized.
+        block_k: columns of a step, at most where a weight is quantized; of fragments those of a
+            warp.
         num_warps: of a program.
         num_stages: steps in flight.
         splits: programs that share the columns of a block between them.
@@ -186,6 +193,34 @@ _MANY_TILES = {
 }
 
 
+# of weights in fragments: of the two of 8 rows one is for weights whose blocks of 32 are many, the
+# other for those where they are not. Warps and columns of a warp decide the order of a sum: all
+# tiles have the same, so rows have the same bits however many they are. Three steps in flight are
+# as much shared memory as all devices have. What is not here ptxas spills on some device.
+FRAGMENT_LAYOUTS = tuple(
+    f"{layout}-fragments"
+    for layout in QUANTIZED
+    if layout in ("int8", "fp8", "fp8-g128", "mxfp4") or layout.startswith("int4")
+)
+_WIDE_ROWS = Tile(16, 256, 8, 4, form=FRAGMENTS, block_m=32)
+_NO_RING = Tile(16, 256, 8, 2, form=FRAGMENTS, block_m=8)
+_FRAGMENT_TILES = {
+    4: (Tile(32, 256, 8, 3, form=FRAGMENTS, block_m=8), _NO_RING, _WIDE_ROWS),
+    8: (
+        Tile(32, 128, 8, 3, form=FRAGMENTS, block_m=8),
+        Tile(32, 128, 8, 3, form=FRAGMENTS, block_m=16),
+        replace(_WIDE_ROWS, block_k=128),
+    ),
+}
+
+
+def fragment_tiles(layout: str) -> tuple[Tile, ...]:
+    """All of a layout: a warp has as many bytes of a step, whatever a level has."""
+    if layout == "int4-g32-fragments":
+        return _NO_RING, _WIDE_ROWS
+    return _FRAGMENT_TILES[4 if layout.startswith(("int4", "mxfp4")) else 8]
+
+
 def quantized_tiles(layout: str, dtype: torch.dtype, num_rows: int) -> tuple[Tile, ...]:
     """Tiles of `linear_q`; none where the weight is decoded instead.
 
@@ -193,6 +228,10 @@ def quantized_tiles(layout: str, dtype: torch.dtype, num_rows: int) -> tuple[Til
         layout: name of a `specc.artifact.quantized_layout.QuantizedLayout`.
         num_rows: of the product.
     """
+    if layout in FRAGMENT_LAYOUTS:
+        tiles = fragment_tiles(layout)
+        least = min((tile.block_m for tile in tiles if tile.block_m >= num_rows), default=0)
+        return tuple(tile for tile in tiles if tile.block_m == least)
     if layout not in QUANTIZED or num_rows > MAX_QUANTIZED_ROWS:
         return ()
     if num_rows > MAX_ROWS:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from specc.artifact.backends import facts_of
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
+from specc.kernels.cuda import linear_q_fragments
 from specc.kernels.cuda.few_rows import in_rows, quantized_tile_for
 from specc.kernels.cuda.few_rows_tiles import (
     MAX_ROWS,
@@ -53,14 +54,21 @@ def linear_q(
     group: int,
     has_zeros: bool,
     is_float: bool = False,
+    row_bits: int = 0,
+    format: str = "",
 ) -> Tensor:
-    """See `linear_q_reference`; rows in float16, too. What is not finite is as floats have it."""
-    layout = QuantizedLayout(bits, group, has_zeros, is_float)
+    """See `linear_q_reference`; rows in float16, too. What is not finite is as floats have it.
+
+    Rows are not integers here, whatever `row_bits` asks for.
+    """
+    layout = QuantizedLayout(bits, group, has_zeros, is_float, format)
     _check(input, weight, bias, out_features, layout)
     x = in_rows(input)
     tile = quantized_tile_for(x, out_features, layout.name)
     if tile is None:
         return _by_library(x, weight, bias, out_features, layout)
+    if layout.is_fragments and x.shape[0]:
+        return linear_q_fragments.multiply(x, weight, bias, out_features, layout, tile)
     out = x.new_empty(x.shape[0], out_features)
     if x.shape[0]:
         _kernel_of(tile)[(triton.cdiv(out_features, tile.block_n),)](
@@ -90,6 +98,8 @@ def _by_library(
 
 def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: QuantizedLayout) -> Tensor:
     """(u - z) · s of `size` outputs from block `first` on: [size, K] in the dtype of `like`."""
+    if layout.is_fragments:
+        return linear_q_fragments.decoded(weight, like, first, size, layout)
     columns = like.shape[1]
     out = like.new_empty(size, columns)
     grid = (triton.cdiv(size, BLOCK), triton.cdiv(columns, _DECODE_BLOCK * _DECODE_PARTS))
@@ -157,8 +167,10 @@ def _block_rows(num_rows: int) -> int:
 def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None, size: int, layout: QuantizedLayout
 ) -> None:
-    is_rows = x.dim() == 2 and x.dtype in FLOATS and x.shape[1] > 0
-    check(is_rows, NAME, f"input {x.dtype} {list(x.shape)}", "[M, K] of floats")
+    dtypes = (linear_q_fragments.DTYPE,) if layout.is_fragments else FLOATS
+    is_rows = x.dim() == 2 and x.dtype in dtypes and x.shape[1] > 0
+    needed = "[M, K] of floats, of bfloat16 by fragments"
+    check(is_rows, NAME, f"input {x.dtype} {list(x.shape)}", needed)
     wanted = layout.stored_shape((size, x.shape[1]))
     check(
         weight.dtype == torch.uint8 and weight.shape == wanted and weight.is_contiguous(),

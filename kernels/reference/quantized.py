@@ -95,7 +95,8 @@ def linear_q_reference(
         is_float: the weight is fp8 (8 bits) or mxfp4 (4 bits).
         row_bits: of the integers of rows, 8, 16 or, of float32, 24; 0 is 16 for bfloat16, else 24.
             Rows by fp8 are not integers.
-        format: of ggml's blocks, whose bits and group the weight has; empty for others.
+        format: of ggml's blocks, whose bits and group the weight has, or `fragments`; empty for
+            others.
     Returns:
         [M, N] in the dtype of the input. A row with a NaN or an infinity is all NaN; by fp8 it is
         what float32 makes of it.
@@ -103,7 +104,7 @@ def linear_q_reference(
     """
     layout = QuantizedLayout(bits, group, has_zeros, is_float, format)
     levels, scales, zeros = unpack(weight, (out_features, input.shape[1]), layout)
-    width, minima = max(group, ROW_GROUPS) if layout.format else group or ROW_GROUP, None
+    width, minima = max(group, ROW_GROUPS) if layout.blocks else group or ROW_GROUP, None
     if is_float and bits == 8:
         y = _by_fp8(input, layout.values(levels), scales, width)
         return (y if bias is None else y + bias.float()).to(input.dtype)

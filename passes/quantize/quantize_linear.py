@@ -24,6 +24,7 @@ from specc.passes.quantize.quantized_inputs import (
     whole_shape,
 )
 from specc.passes.quantize.row_integers import RowIntegers
+from specc.passes.quantize.use_fragments import UseFragments
 from specc.passes.rewrite.flat_rows import replace_linear, why_not
 
 aten = torch.ops.aten
@@ -42,6 +43,7 @@ def quantize_phases(
     activation_bits: int | None = None,
     embeddings: str | None = None,
     lookups: bool = False,
+    fragments: bool = False,
 ) -> Phases:
     """What the pipeline does before the backend's own phases.
 
@@ -53,6 +55,7 @@ def quantize_phases(
         embeddings: name of the layout that was asked for where tables of tokens are to be rounded:
             they get that of heads. None leaves those that nothing else has integers of.
         lookups: tables of tokens are read as integers at all.
+        fragments: weights lie in the order of fragments, where they may.
     """
     if name is None and not keeps_integers:
         return ()
@@ -68,6 +71,8 @@ def quantize_phases(
     ]
     if activation_bits is not None:
         passes.append(partial(RowIntegers, activation_bits))
+    if fragments:
+        passes.append(UseFragments)
     return ((QUANTIZE, tuple(passes)),)
 
 

@@ -213,7 +213,9 @@ register(
         overlaps=True, decoded_bytes=64 << 20, keeps_states=True,
         attention_extras=_EXTRAS, most_latent=(512, 64),
         expands_prompts=False,
-        options=(*_RANKS, "draft_ranks", "pipeline_parallel_size", "quantize"),
+        options=(
+            *_RANKS, "draft_ranks", "pipeline_parallel_size", "quantize", "weight_fragments",
+        ),
     )
 )  # fmt: skip
 register(

@@ -20,6 +20,10 @@ exponents of float32 (0 is scale 0). Levels follow in units, [32 outputs, bytes]
   four bits.
 
 The last group, and its last unit, may have fewer columns. What blocks have beyond N has scale 0.
+
+For GPUs a block may have the same parts in another order, *fragments*: all scales, all zero points,
+and levels as tensor cores take them (`fragments.py`). K is a multiple of 256 columns of 4 bits, of
+128 of 8 bits, and a block has as many bytes.
 Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) 1.0, §5.
 """
 
@@ -28,17 +32,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specc.artifact import fragments
 from specc.artifact.block_formats import FORMATS, BlockFormat
 from specc.artifact.weight_layout import BLOCK
 
 GROUPS = (32, 64, 128)
 # kind of all layouts that are ggml's
 GGML = "ggml"
+# format of blocks that lie as tensor cores take them
+FRAGMENTS = "fragments"
 # the largest values of e4m3 and e2m1
 FP8_MOST, FP4_MOST = 448.0, 6.0
 # of mxfp4, columns with one header
@@ -57,7 +65,8 @@ class QuantizedLayout:
         group: columns that share a scale: one of `GROUPS`, or 0 for all of an output (8 bits).
         has_zeros: each group has its own zero point (integers).
         is_float: levels are e4m3 (8 bits) or e2m1 with e8m0 scales (4 bits, groups of 32).
-        format: of ggml's blocks, which bits and group are those of; empty for a layout of specc.
+        format: of ggml's blocks, which bits and group are those of; empty for a layout of specc, or
+            `FRAGMENTS` for the same in that order.
     Raises:
         ValueError: a combination that no kernel reads.
     """
@@ -69,12 +78,14 @@ class QuantizedLayout:
     format: str = ""
 
     def __post_init__(self) -> None:
-        if self.format:
+        if self.format not in ("", FRAGMENTS):
             own = FORMATS.get(self.format)
             wanted = None if own is None else (own.bits, own.group, False, False)
             if wanted != (self.bits, self.group, self.has_zeros, self.is_float):
                 raise ValueError(f"no blocks {self.format} of {self.bits} bits")
             return
+        if self.format and not self._may_be_fragments:
+            raise ValueError(f"no fragments of {self.bits} bits in groups of {self.group}")
         groups = {8: (0, *GROUPS), 4: (32,) if self.is_float else GROUPS}
         is_known = self.group in groups.get(self.bits, ())
         if not is_known or (self.has_zeros and self.is_float):
@@ -86,6 +97,9 @@ class QuantizedLayout:
         """The layout of this `name`."""
         if name in FORMATS:
             return cls(FORMATS[name].bits, FORMATS[name].group, format=name)
+        plain = name.removesuffix(f"-{FRAGMENTS}")
+        if plain != name:
+            return cls.named(plain).as_fragments
         found = _NAME.fullmatch(name)
         if found is None:
             raise ValueError(f"no layout of weights is called {name}")
@@ -96,22 +110,48 @@ class QuantizedLayout:
 
     @property
     def name(self) -> str:
-        """`int8`, `int8-g32`, `int4-g64-zeros`, `fp8`, `fp8-g128`, `mxfp4`, `q4_k`, …"""
-        if self.format:
+        """`int8`, `int8-g32`, `int4-g64-zeros`, `fp8-g128`, `mxfp4`, `int4-g32-fragments`, …"""
+        if self.kind == GGML:
             return self.format
         group = f"-g{self.group}" if self.group and self.kind != "mxfp4" else ""
-        return self.kind + group + ("-zeros" if self.has_zeros else "")
+        order = f"-{self.format}" if self.format else ""
+        return self.kind + group + ("-zeros" if self.has_zeros else "") + order
 
     @property
     def kind(self) -> str:
         """`int8`, `int4`, `fp8` or `mxfp4`: what its levels are; `ggml` of ggml's blocks."""
-        if self.format:
+        if self.blocks is not None:
             return GGML
         return _NAMES[self.bits, self.is_float]
 
     @property
     def blocks(self) -> BlockFormat | None:
-        return FORMATS[self.format] if self.format else None
+        return FORMATS.get(self.format)
+
+    @property
+    def is_fragments(self) -> bool:
+        return self.format == FRAGMENTS
+
+    @property
+    def as_fragments(self) -> QuantizedLayout:
+        """The same in the order of fragments."""
+        return replace(self, format=FRAGMENTS)
+
+    @property
+    def as_blocks(self) -> QuantizedLayout:
+        """The same in the order of blocks."""
+        return replace(self, format="") if self.is_fragments else self
+
+    def has_fragments(self, columns: int) -> bool:
+        """Whether a weight of K = `columns` may lie so: whole steps, of a kind with a kernel."""
+        is_known = self.blocks is None and self._may_be_fragments
+        return is_known and columns % fragments.step_columns(self.bits) == 0
+
+    @property
+    def _may_be_fragments(self) -> bool:
+        if self.bits == 4:
+            return True
+        return not self.has_zeros and self.group in ((0, 128) if self.is_float else (0,))
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -119,6 +159,11 @@ class QuantizedLayout:
         own = self.bits, self.group, self.has_zeros, self.is_float
         # between them is how many bits rows have
         return (*own, 0, self.format) if self.format else own
+
+    @classmethod
+    def of_facts(cls, facts: Sequence[Any]) -> QuantizedLayout:
+        """The layout that an operator was told of, after the number of outputs."""
+        return cls(*facts[:4], format="".join(facts[5:6]))
 
     @property
     def apart(self) -> int:
@@ -210,6 +255,8 @@ def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: Quantized
     more = blocks * BLOCK - outputs
     levels, scales = _more_rows(levels, more), _more_rows(scales.float(), more)
     zeros = None if zeros is None else _more_rows(zeros, more)
+    if layout.is_fragments:
+        return fragments.pack(levels, scales, zeros, layout.kind)
     out = torch.empty(blocks, block_bytes, dtype=torch.uint8)
     width, place = layout.header_columns or columns, 0
     per_header, units = layout.num_groups(width), _units(levels, layout)
@@ -243,6 +290,12 @@ def unpack(
     if layout.blocks is not None:
         codes, headers = layout.blocks.unpack(stored, columns)
         return codes[:outputs], headers[:outputs], headers.new_empty(0, dtype=torch.int16)
+    if layout.is_fragments:
+        groups = layout.num_groups(columns)
+        item = fragments.unpack(stored, columns, groups, layout.kind, layout.has_zeros)
+        middle = torch.full(item[1].shape, layout.middle, dtype=torch.int16)
+        zeros = middle if item[2] is None else item[2]
+        return item[0][:outputs], item[1][:outputs], zeros[:outputs]
     blocks, width, place = stored.shape[0], layout.header_columns or shape[1], 0
     levels, scales, zeros = [], [], []
 
@@ -317,8 +370,9 @@ def _check_parts(
             raise ValueError(f"{wrong} scales are not powers of two from 2^-126 to 2^127")
     if zeros is not None and zeros.numel():
         least, most = int(zeros.min()), int(zeros.max())
-        # the kernel's sums of 32 bits hold so much
-        if least < 0 or most > 256:
+        # sums of 32 bits hold so much, and bfloat16
+        limit = fragments.MOST_ZERO if layout.is_fragments else 256
+        if least < 0 or most > limit:
             raise ValueError(f"zero points from {least} to {most}")
 
 

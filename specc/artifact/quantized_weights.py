@@ -67,11 +67,11 @@ def quantized_chunks(
     layout, part = spec.quantized, spec.part
     assert layout is not None
     outputs, columns = part.shape if part is not None else spec.shape[-2:]
-    kept = kept_integers(spec.sources, reader)
-    if kept is not None and layout in (kept.layout, kept.layout.widened):
+    kept, plain = kept_integers(spec.sources, reader), layout.as_blocks
+    if kept is not None and plain in (kept.layout, kept.layout.widened):
         assert isinstance(reader, IntegerReader)
         rows = _kept_rows(spec.sources, reader, columns, kept.layout)
-        if layout != kept.layout:
+        if plain != kept.layout:
             own = kept.layout
             rows = (widened(item, own) for item in rows)
     elif spec.is_turned:

@@ -266,6 +266,7 @@ def _rounded(
         # a draft that is rounded for itself has no table of its own
         embeddings=None if layout is None else config.quantization,
         lookups=looks_up and facts.looks_up_quantized,
+        fragments=config.weight_fragments,
     )
 
 

@@ -23,7 +23,8 @@ GIVEN = {
     "decomposable_attention": True, "probe": False, "allow_nonfinite_weights": True,
     "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "draft_tensor_parallel_size": 2,
     "draft_ranks": 2, "rope_length": 512, "kv_cache_tokens": 128, "quantize": "int4",
-    "quantize_group": 32, "segments": True, "kv_cache_dtype": "int8", "weight_only": True,
+    "quantize_group": 32, "weight_fragments": True, "segments": True,
+    "kv_cache_dtype": "int8", "weight_only": True,
     "activation_bits": 8, "mla_cache": "latent", "calibration": Path("texts.txt"),
     "state_checkpoints": 4, "state_grid": 32, "lora": ("sql=adapters/sql",),
 }  # fmt: skip

@@ -81,9 +81,7 @@ class QuantizedCall:
         """The call for this many rows."""
         dice = torch.Generator().manual_seed(rows)
         x = torch.randn(rows, self.shape[1], generator=dice).to(self.weight.device, self.dtype)
-        layout = self.layout
-        facts = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
-        args = (x, self.weight, self.bias, self.shape[0], *facts)
+        args = (x, self.weight, self.bias, self.shape[0], *self.layout.facts)
         return lambda: torch.ops.specc.linear_q(*args)
 
 
@@ -120,6 +118,6 @@ def quantized_call(
         tensors[name],
         None if bias is None else tensors[bias.target],  # type: ignore[union-attr]
         shapes[name],
-        QuantizedLayout(*facts),  # type: ignore[arg-type]
+        QuantizedLayout.of_facts(facts),
         dtype,
     )

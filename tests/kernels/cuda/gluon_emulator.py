@@ -1,10 +1,11 @@
-"""Run a Gluon kernel for Hopper on a CPU: a group of warps is a thread, a tile is a tensor.
+"""Run a Gluon kernel on a CPU: a group of warps is a thread, a tile is a tensor.
 
 Triton's interpreter does not know Gluon. Here the source of a module is run as Python, with names
 of Gluon that stand for functions of torch. What the hardware does besides arithmetic is strict:
 copies come when their barrier hears of them and not before (until then what they write is NaN), a
 barrier counts arrivals, as many as it was made for, and a wait that nobody ends is an error.
 Elements before or after those of a tensor are one too.
+Inline assembly is run, instruction after instruction (`ptx_pairs.py`).
 Layouts are ignored. Tiles are computed in the types that they have; 64 unsigned bits shift as such.
 """
 
@@ -23,21 +24,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.kernels.cuda import ptx_pairs
+
 # of a product: warps that copy have time to go too far ahead if nothing holds them
 PRODUCT_S = 0.003
 # what a wait takes if nothing is wrong is far less
 PATIENCE_S = 20.0
 _NAN = float("nan")
+# of integers, what memory holds that nothing has written
+_NO_WORD = 0x5A3C7E19
 
 
 class Tile(torch.Tensor):
     """Registers of a group of warps."""
+
+    # what a kernel asks of it is its layout
+    type = SimpleNamespace(layout=None)
 
     def to(self, dtype: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
         if dtype == "uint64":
             return self.as_subclass(Unsigned)
         if dtype == "uint32":
             dtype = torch.int64
+        if bitcast:
+            return self.contiguous().view(dtype).as_subclass(Tile)
         return torch.Tensor.to(self, dtype).as_subclass(Tile)
 
 
@@ -81,8 +91,14 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(*order))
 
+    def slice(self, first: int, count: int, dim: int) -> Shared:
+        return Shared(self.data.narrow(dim, first, count))
+
     def store(self, x: Tensor) -> None:
         self.data.copy_(x)
+
+    def load(self, layout: Any) -> Any:
+        return tile(self.data.clone())
 
 
 class Barrier:
@@ -135,6 +151,8 @@ class _Group(threading.local):
     program: Program
     warps = 4
     copies: list[tuple[Shared, Pointer, Any]]
+    # of copies that were committed, those that none has waited for
+    committed: list[list[tuple[Shared, Pointer, Any]]]
 
 
 _group = _Group()
@@ -164,8 +182,19 @@ def _store(p: Pointer, x: Any, mask: Any = True) -> None:
 
 
 def _copy(shared: Shared, p: Pointer, mask: Any = None, **_: Any) -> None:
-    shared.data.fill_(_NAN)
+    shared.data.fill_(_NAN if shared.dtype.is_floating_point else _NO_WORD)
     _group.copies.append((shared, p, mask))
+
+
+def _commit() -> None:
+    _group.committed.append(_group.copies)
+    _group.copies = []
+
+
+def _wait_for_groups(outstanding: int) -> None:
+    while len(_group.committed) > outstanding:
+        for shared, p, mask in _group.committed.pop(0):
+            shared.data.copy_(_load(p, mask, 0))
 
 
 def _arrive_after_copies(barrier: Barrier, increment_count: bool = True) -> None:
@@ -206,8 +235,10 @@ def _specialize(functions: Any, warps: list[int], registers: list[int]) -> None:
 
 
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
-    is_barrier = dtype == torch.int64
-    return Barriers(shape[0]) if is_barrier else Shared(torch.full(tuple(shape), _NAN, dtype=dtype))
+    if dtype == torch.int64:
+        return Barriers(shape[0])
+    poison = _NAN if dtype.is_floating_point else _NO_WORD
+    return Shared(torch.full(tuple(shape), poison, dtype=dtype))
 
 
 def _initialise(barrier: Barrier, count: int) -> None:
@@ -220,6 +251,19 @@ def _reduce(x: Any, axis: int, combine: Callable[..., Any]) -> Any:
     for part in parts[1:]:
         total = combine(total, part)
     return total
+
+
+def _multiply_fragments(a: Any, b: Any, acc: Any) -> Any:
+    return tile(acc + a.float() @ b.float())
+
+
+def _assembly(
+    text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int
+) -> tuple[Any, ...]:
+    # where layouts hold, a thread has such elements one after the other
+    assert constraints.count("=&r") == len(dtype)
+    found = ptx_pairs.run(text, [arg.unflatten(-1, (-1, pack)) for arg in args], len(dtype))
+    return tuple(tile(item.flatten(-2)) for item in found)
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
@@ -238,12 +282,16 @@ def _unsqueezed(x: Any, axis: int) -> Any:
 def _language() -> ModuleType:
     gl = ModuleType("triton.experimental.gluon.language")
     vars(gl).update(
-        constexpr=lambda x: x, static_range=range,
+        constexpr=lambda x: x, static_range=range, bfloat16=torch.bfloat16,
         float32=torch.float32, int32=torch.int32, int64=torch.int64, uint32="uint32",
         uint64="uint64",
         BlockedLayout=_nothing, SliceLayout=_nothing, NVMMADistributedLayout=_nothing,
         DotOperandLayout=_nothing, NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
-        convert_layout=lambda x, *_: x,
+        SwizzledSharedLayout=_nothing, DistributedLinearLayout=_nothing,
+        convert_layout=lambda x, *_, **__: x,
+        join=lambda a, b: tile(torch.stack([a, b], -1)), split=lambda x: x.unbind(-1),
+        reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
+        inline_asm_elementwise=_assembly,
         program_id=lambda axis: tile(_group.program.index[axis]),
         num_programs=lambda axis: tile(_group.program.grid[axis]),
         arange=lambda begin, end, _: tile(torch.arange(begin, end)),
@@ -265,7 +313,16 @@ def _fakes() -> dict[str, ModuleType]:
     gl = _language()
     gluon = ModuleType("triton.experimental.gluon")
     hopper = ModuleType("triton.experimental.gluon.language.nvidia.hopper")
-    vars(gluon).update(jit=lambda f=None, **_: f or (lambda g: g), language=gl)
+    ampere = ModuleType("triton.experimental.gluon.language.nvidia.ampere")
+    vars(gluon).update(
+        jit=lambda f=None, **_: f or (lambda g: g), constexpr_function=lambda f: f, language=gl
+    )
+    vars(ampere).update(
+        async_copy=SimpleNamespace(
+            async_copy_global_to_shared=_copy, commit_group=_commit, wait_group=_wait_for_groups
+        ),
+        mma_v2=_multiply_fragments,
+    )
     vars(hopper).update(
         async_copy=SimpleNamespace(
             async_copy_global_to_shared=_copy, mbarrier_arrive=_arrive_after_copies
@@ -279,8 +336,11 @@ def _fakes() -> dict[str, ModuleType]:
         warpgroup_mma_wait=lambda _, deps: deps[0],
     )  # fmt: skip
     dependent = ModuleType("specc.kernels.cuda.dependent")
-    vars(dependent).update(load_early=_load, wait_for_earlier=_nothing)
-    return {module.__name__: module for module in (gluon, gl, hopper, dependent)}
+    vars(dependent).update(load_early=_load)
+    vars(dependent).update(
+        dict.fromkeys(("wait_for_earlier", "wait_alone", "let_next_start"), _nothing)
+    )
+    return {module.__name__: module for module in (gluon, gl, ampere, hopper, dependent)}
 
 
 def emulated(module: ModuleType, *parts: ModuleType) -> ModuleType:
@@ -331,8 +391,10 @@ class Launcher:
             named = {k: _passed(x) for k, x in given.items() if k not in self.options}
             arguments = [_passed(x) for x in args]
             for index in itertools.product(*map(range, grid)):
-                _group.program = Program(index, grid)
+                _group.program, _group.copies, _group.committed = Program(index, grid), [], []
                 self.kernel(*arguments, **named)
+                if any(_group.committed) or _group.copies:
+                    raise RuntimeError("found copies that no program waits for")
 
         return launch
 

@@ -130,6 +130,20 @@ def _linear_q_calls() -> Iterator[Any]:
                             yield linear_q.linear_q(x, weight, bias, size, *facts)
 
 
+def _linear_q_fragments_calls() -> Iterator[Any]:
+    # rows of each kernel, and more
+    for name in few_rows_tiles.FRAGMENT_LAYOUTS:
+        layout = QuantizedLayout.named(name)
+        for num_rows, size in itertools.product((1, _TOKENS, 16, 32, 40), (6144, 50257)):
+            weight = _meta(*layout.stored_shape((size, _HIDDEN)), dtype=torch.uint8)
+            x = _meta(num_rows, _HIDDEN, dtype=torch.bfloat16)
+            tiles = few_rows_tiles.quantized_tiles(name, x.dtype, num_rows)
+            for bias in (None, _meta(size, dtype=x.dtype)):
+                for number in range(max(1, len(tiles))):
+                    with few_rows.forced(number):
+                        yield linear_q.linear_q(x, weight, bias, size, *layout.facts)
+
+
 def _skinny_linear_calls() -> Iterator[Any]:
     # outputs that align nothing, as those of routers
     for dtype, num_rows in _tiles(few_rows.SKINNY):
@@ -147,5 +161,6 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "embed_norm_rope_write": _embed_calls,
     "experts": _experts_calls,
     "linear_q": _linear_q_calls,
+    "linear_q_fragments": _linear_q_fragments_calls,
     "skinny_linear": _skinny_linear_calls,
 }

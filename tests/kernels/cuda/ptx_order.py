@@ -1,8 +1,8 @@
 """What a kernel that is launched early does before it waits, read from its PTX.
 
 A walk over the basic blocks of the one entry of a module: at each instruction, has every path to it
-passed `griddepcontrol.wait`? Until then nothing of the device's memory may be read or written, but
-lines of constants be asked for (`prefetch`), and no program may end: see
+passed `griddepcontrol.wait`? Until then nothing of the device's memory may be read or written but
+constants, whose lines may be asked for, too (`prefetch`), and no program may end: see
 `specc.kernels.cuda.dependent`, which argues from that. Which argument an address comes from is
 found by following registers to the parameters.
 """
@@ -24,6 +24,8 @@ _MEMORY = {
     "ld", "ldu", "st", "atom", "red", "cp", "prefetch", "prefetchu", "discard", "applypriority",
     "multimem", "tensormap", "tex", "tld4", "suld", "sust", "sured",
 }  # fmt: skip
+# of copies that were asked for before
+_GROUPS = {"cp.async.commit_group", "cp.async.wait_group"}
 _OWN_SPACES = {"param", "shared", "local", "const"}
 _ENDS = {"ret", "exit"}
 # where they lead is not followed
@@ -52,6 +54,8 @@ class Instruction:
     def touches_memory(self) -> bool:
         """Of the device: not of one program alone."""
         first, *rest = self.opcode.split(".")
+        if self.opcode in _GROUPS:
+            return False
         return first in _MEMORY and ("global" in rest or not _OWN_SPACES & _spaces(rest))
 
 
@@ -116,10 +120,11 @@ def is_ordinary(ptx: str) -> bool:
 
 
 def _is_asked(x: Instruction, origins: dict[str, set[str]], constants: Collection[str]) -> bool:
-    """Lines of constants, at an address that follows from their argument and from no memory."""
-    if x.kind != "prefetch":
+    """Constants, at an address that follows from their argument and from no memory."""
+    if x.kind not in {"prefetch", "ld", "cp"}:
         return False
-    of = set().union(*(origins.get(name, set()) for name in _REGISTER.findall(x.text)))
+    address = x.text[x.text.index("[") :]
+    of = set().union(*(origins.get(name, set()) for name in _REGISTER.findall(address)))
     return bool(of & set(constants)) and not (of - set(constants) - {""})
 
 

@@ -26,9 +26,9 @@ def random_parts(shape, layout):
     groups = layout.num_groups(shape[1])
     levels = torch.randint(0, 1 << layout.bits, shape, dtype=torch.uint8)
     scales = torch.randn(shape[0], groups)
-    if layout.name == "mxfp4":
+    if layout.kind == "mxfp4":
         scales = torch.exp2(torch.randint(-126, 128, scales.shape).float())
-    if layout.name.startswith("fp8"):
+    if layout.kind == "fp8":
         levels = torch.where(levels & 127 == 127, 5, levels)
     zeros = torch.randint(0, 16, (shape[0], groups), dtype=torch.int16)
     return levels, scales, zeros if layout.has_zeros else None

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.config import CompileConfig
 from specc.runtime.backends.capture_limits import CaptureLimits
+from specc.runtime.backends.program_files import read_json
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
@@ -31,13 +34,19 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(checkpoint, engine) of a tiny model with its noisy draft."""
     made: dict[Any, tuple[Path, Path]] = {}
 
-    def make_one(quantize: str, group: int | None = None, plans: Any = PLANS, **options: Any):
-        key = (quantize, group, plans, *options.items())
+    def make_one(
+        quantize: str,
+        group: int | None = None,
+        plans: Any = PLANS,
+        sizes: Any = None,
+        **options: Any,
+    ):
+        key = (quantize, group, plans, *(sizes or {}), *options.items())
         if key not in made:
             root = tmp_path_factory.mktemp("quantized")
             target, draft = root / "target", root / "draft"
             for seed, model in ((1, target), (2, draft)):
-                save_tiny_llama(model, seed)
+                save_tiny_llama(model, seed, **(sizes or {}))
             config = CompileConfig(
                 max_seq_len=MAX_SEQ_LEN, max_batch_size=2, quantize=quantize,
                 quantize_group=group, backend="cuda", probe=False, plans=plans, **options,
@@ -126,3 +135,30 @@ def test_replayed_steps_say_the_same(make, device, quantize, draft, dtype) -> No
     # the last one drafts with the target's own weights, so what it accepts is more than by chance
     assert stats.mean_acceptance_length > 2
     assert len(device.tapes) == captured
+
+
+@pytest.mark.parametrize("quantize", ["int4", "fp8"])
+def test_weights_in_fragments_are_the_same_weights(make, device, quantize) -> None:
+    """An engine of them has the integers, and the tokens, of one whose weights lie in blocks."""
+    found = []
+    for fragments in (False, True):
+        sizes = {"hidden_size": 256, "intermediate_size": 384}
+        _, path = make(
+            quantize, None, PLANS[:2], sizes, dtype="bfloat16", weight_fragments=fragments
+        )
+        held, weights = load_file(path / "target" / "weights.safetensors"), {}
+        entries = read_json(path / "target" / "program.json")["inputs"]
+        for entry in (entry for entry in entries if "quantized_of" in entry):
+            names, _, name = entry["key"].rpartition(":")
+            layout, shape = QuantizedLayout.named(name), entry["quantized_of"]
+            # of down, 384 columns are no whole steps of 4 bits
+            assert layout.is_fragments == (fragments and layout.has_fragments(shape[1]))
+            weights[names] = dequantize(held[entry["key"]], shape, layout)
+        engine, prompts = Engine.load(path), models.prompts()[:2]
+        tokens = [generate(engine, plan.name, prompts, 12)[0] for plan in PLANS[:2]]
+        assert tokens[0] == tokens[1]
+        found.append((weights, tokens))
+    (weights, tokens), (others, same) = found
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+    assert tokens == same

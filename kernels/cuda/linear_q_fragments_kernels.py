@@ -1,0 +1,381 @@
+"""The kernel of `specc::linear_q` for weights in fragments: 1 to 32 rows, in bfloat16.
+
+A weight lies as tensor cores take their first operand (`specc.artifact.fragments`), so what a lane
+loads are its registers: nothing goes through shared memory to be laid out anew, and the columns of
+an instruction are rows of x. Warps of a program divide its columns, each with tiles of its own of
+a step; what they have found is added up once, after the last step.
+
+The order of a sum follows from W and U, and columns of an instruction do not touch each other: a
+row has the same bits whatever other rows there are, as long as those two are the same.
+
+Written in Gluon, as Triton neither lets a kernel say which lane has which element nor a product
+take its operand from registers that were loaded so. Source of the order of fragments: PTX ISA,
+mma.m16n8k16; of weights in that order: Marlin, arXiv:2408.11743 §3.4.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from specc.kernels.cuda.dependent import let_next_start, wait_alone
+from specc.kernels.cuda.linear_q_unpack import operand_of
+
+# columns of a span: of two instructions
+SPAN = gl.constexpr(32)
+# words of a tile of 16 outputs, and of both tiles of a block of 32
+WORDS = gl.constexpr(128)
+PAIR = gl.constexpr(256)
+
+
+@gluon.constexpr_function
+def word_layout(warps: int) -> gl.DistributedLinearLayout:
+    """[W, 128] words: a tile for each warp, 16 bytes for each lane."""
+    return copy_layout(warps, 1)
+
+
+@gluon.constexpr_function
+def copy_layout(warps: int, tiles: int) -> gl.DistributedLinearLayout:
+    """[W, 128 · tiles] words: so many tiles for each warp, 16 bytes of each for a lane."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2]] + [[0, 128 << i] for i in range(tiles.bit_length() - 1)],
+        lane_bases=[[0, 4 << i] for i in range(5)],
+        warp_bases=[[1 << i, 0] for i in range(warps.bit_length() - 1)],
+        block_bases=[],
+        shape=[warps, 128 * tiles],
+    )
+
+
+@gluon.constexpr_function
+def lane_layout(warps: int) -> gl.DistributedLinearLayout:
+    """[W, 32]: a number for each lane."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[],
+        lane_bases=[[0, 1 << i] for i in range(5)],
+        warp_bases=[[1 << i, 0] for i in range(warps.bit_length() - 1)],
+        block_bases=[],
+        shape=[warps, 32],
+    )
+
+
+@gluon.constexpr_function
+def row_layout(warps: int, rows: int) -> gl.DistributedLinearLayout:
+    """[W, rows, 32] of x: 16 bytes of a row for each lane, which are its second operand."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1 << i] for i in range(3)]
+        + [[0, 8 << i, 0] for i in range((rows // 8).bit_length() - 1)],
+        lane_bases=[[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[[1 << i, 0, 0] for i in range(warps.bit_length() - 1)],
+        block_bases=[],
+        shape=[warps, rows, 32],
+    )
+
+
+@gluon.jit
+def _span(b_words, NUMBER: gl.constexpr, SPANS: gl.constexpr, W: gl.constexpr):
+    """Words of a span of a tile, of which a tile of 8 bits has one."""
+    if SPANS == 1:
+        return b_words
+    else:
+        b_words = gl.permute(gl.reshape(b_words, [W, 32, 2, 2]), [0, 1, 3, 2])
+        b_first, b_second = gl.split(b_words)
+        return gl.reshape(b_first if NUMBER == 0 else b_second, [W, 64])
+
+
+@gluon.jit
+def _second(p_x, m_x, W: gl.constexpr, BM: gl.constexpr, A: gl.constexpr):
+    """32 columns of BM rows of each warp, as the second operand of its product."""
+    b_x = gl.load(p_x, mask=m_x, other=0.0)  # [W, BM, 32]
+    # warp, row, lane of four, chunk of 16 columns, half of it, column of a pair
+    b_x = gl.permute(gl.reshape(b_x, [W, BM, 4, 2, 2, 2]), [0, 3, 4, 2, 5, 1])
+    return gl.convert_layout(
+        gl.reshape(b_x, [W, 32, BM]), gl.DotOperandLayout(1, A, 2), assert_trivial=True
+    )
+
+
+@gluon.jit
+def _zeros_of(p_zero, b_words):
+    """What is added to rows 0 … 7 and 8 … 15: pairs like `b_words`, of a lane all the same."""
+    b_zero = gl.load(p_zero)  # [W, 32]
+    b_low = (b_zero & 0xFFFF) | (b_zero << 16)
+    b_high = ((b_zero >> 16) & 0xFFFF) | (b_zero & -0x10000)
+    return _for_words(b_low, b_words), _for_words(b_high, b_words)
+
+
+@gluon.jit
+def _for_words(b_lane, b_words):
+    b_all = gl.reshape(gl.join(b_lane, b_lane), b_words.shape)
+    return gl.convert_layout(b_all, b_words.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _scale_of(p_scale, IS_EXPONENT: gl.constexpr):
+    b_scale = gl.load(p_scale)
+    if IS_EXPONENT:
+        b_scale = (b_scale.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+    return b_scale
+
+
+@gluon.jit
+def _multiply(
+    words, acc, p_x, m_row, p_scale, p_zero, first, tiles,
+    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, SPANS: gl.constexpr,
+    W: gl.constexpr, NB: gl.constexpr, BM: gl.constexpr, U: gl.constexpr, A: gl.constexpr,
+    LX: gl.constexpr, LZ: gl.constexpr,
+):  # fmt: skip
+    """Take a step into the sums: U tiles of NB blocks, of warp 0 from tile `first` on."""
+    # spans that share a scale, as far as they are of one step
+    SHARED: gl.constexpr = U * SPANS if GROUP == 0 else min(GROUP // SPAN, U * SPANS)
+    PER_GROUP: gl.constexpr = max(GROUP // SPAN, 1)
+    o_x = _warps_of(W, LX)
+    # a warp has all of its tiles, or none: then its words are of others, and its rows are 0
+    m_x = m_row & (first + o_x * U < tiles)
+    p_x = p_x + first * (SPANS * SPAN)
+    i_a = gl.minimum(first + _warps_of(W, A) * U, tiles - U) * SPANS
+    if HAS_ZEROS:
+        o_z = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, LZ)), 1)
+        i_z = gl.minimum(first + o_z * U, tiles - U) * SPANS
+    for part in gl.static_range(U * SPANS // SHARED):
+        sums = acc
+        if GROUP != 0:
+            sums = (gl.zeros([W, 16, BM], gl.float32, A),) * NB
+        for v in gl.static_range(SHARED):
+            b_x = _second(p_x + (part * SHARED + v) * SPAN, m_x, W, BM, A)
+            new = ()
+            for n in gl.static_range(NB):
+                b_words = words[(part * SHARED + v) // SPANS * NB + n]
+                b_words = _span(b_words, (part * SHARED + v) % SPANS, SPANS, W)
+                if HAS_ZEROS:
+                    i_zero = (i_z + part * SHARED) // PER_GROUP * 16
+                    b_low, b_high = _zeros_of(p_zero + i_zero + n * 8, b_words)
+                    b_w = operand_of(b_words, b_low, b_high, KIND, W, A)
+                else:
+                    b_w = operand_of(b_words, None, None, KIND, W, A)
+                new = new + (mma_v2(b_w, b_x, sums[n]),)  # noqa: RUF005
+            sums = new
+        if GROUP != 0:
+            new = ()
+            for n in gl.static_range(NB):
+                p_own = p_scale + (i_a + part * SHARED) // PER_GROUP * 32 + n * 16
+                new = new + (acc[n] + sums[n] * _scale_of(p_own, KIND == "mxfp4"),)  # noqa: RUF005
+            sums = new
+        acc = sums
+    return acc
+
+
+@gluon.jit
+def _warps_of(W: gl.constexpr, L: gl.constexpr):
+    """0 … W - 1, [W, 1, 1]."""
+    o_w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, L)))
+    return gl.expand_dims(gl.expand_dims(o_w, 1), 2)
+
+
+@gluon.jit
+def _loads(p_words, U: gl.constexpr, NB: gl.constexpr):
+    words = ()
+    for u in gl.static_range(U):
+        for n in gl.static_range(NB):
+            words = words + (gl.load(p_words + (u * PAIR + n * WORDS), cache_modifier=".cg"),)  # noqa: RUF005
+    return words
+
+
+@gluon.jit
+def _warp_words(first, tiles, U: gl.constexpr, W: gl.constexpr, L: gl.constexpr):
+    """Where the words of a step begin of each warp, [W, 1]: of those without tiles, others'."""
+    o_w = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, L)), 1)
+    return gl.minimum(first + o_w * U, tiles - U) * PAIR
+
+
+@gluon.jit
+def _copy(ring, turn, p_copy, first, tiles, U: gl.constexpr, W: gl.constexpr, LC: gl.constexpr):
+    """Ask for the words of a step, in one copy: each has a barrier."""
+    o_w = _warp_words(first, tiles, U, W, LC)
+    async_copy.async_copy_global_to_shared(ring.index(turn), p_copy + o_w)
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["num_rows", "size", "bias_size"])
+def linear_q_fragments_kernel(
+    x,
+    weight,
+    scales,
+    bias,
+    out,
+    num_rows,
+    size,
+    bias_size,
+    K,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    W: gl.constexpr,
+    NB: gl.constexpr,
+    BM: gl.constexpr,
+    U: gl.constexpr,
+    RING: gl.constexpr,
+    IS_DEPENDENT: gl.constexpr,
+):
+    """16 · NB outputs of up to BM rows, NB = 1 or 2; a step is U tiles of each of W warps.
+
+    x [num_rows, K], bias [bias_size], which counts where it is not empty, out [num_rows, size].
+    `weight` are words and `scales` float32, or bytes of mxfp4, of the same blocks. K is a multiple
+    of the columns of U tiles. Words of a step are loaded one step ahead, or, with a RING, copied to
+    shared memory RING - 1 steps ahead; what is asked for at first no step writes, so it is asked
+    for before the wait.
+    """
+    SPANS: gl.constexpr = 2 if KIND == "int4" or KIND == "mxfp4" else 1
+    A: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    LW: gl.constexpr = word_layout(W)
+    LC: gl.constexpr = copy_layout(W, U * NB)
+    LX: gl.constexpr = row_layout(W, BM)
+    LZ: gl.constexpr = lane_layout(W)
+    i_n = gl.program_id(0)
+    tiles = K // (SPANS * SPAN)
+    groups = 1
+    if GROUP != 0:
+        groups = K // GROUP
+    # words of a block: its scales, zero points, and tiles
+    head = groups * (8 if KIND == "mxfp4" else 32)
+    zeros = head
+    if HAS_ZEROS:
+        head = head + groups * 16
+    begin = (i_n * NB // 2).to(gl.int64) * (head + tiles * PAIR)
+    half = i_n * NB % 2
+    p_words = weight + begin + head + half * WORDS
+    p_tile = p_words + gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(0, LW)), 0)
+    if RING != 0:
+        o_c = gl.arange(0, U * NB * WORDS, gl.SliceLayout(0, LC))
+        o_c = o_c // (NB * WORDS) * PAIR + o_c % (NB * WORDS)
+        p_copy = p_words + gl.expand_dims(o_c, 0)
+        S: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+        ring = gl.allocate_shared_memory(gl.int32, [RING, W, U * NB * WORDS], S)
+        for turn in gl.static_range(RING - 1):
+            _copy(ring, turn, p_copy, turn * (W * U), tiles, U, W, LC)
+    else:
+        words = _loads(p_tile + _warp_words(0, tiles, U, W, LW), U, NB)
+    wait_alone(IS_DEPENDENT)
+
+    o_m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(2, LX)))
+    o_m = gl.expand_dims(gl.expand_dims(o_m, 0), 2)
+    o_k = gl.arange(0, SPAN, gl.SliceLayout(0, gl.SliceLayout(1, LX)))
+    o_k = gl.expand_dims(gl.expand_dims(o_k, 0), 1)
+    p_x = x + (o_m * K + _warps_of(W, LX) * (U * SPANS * SPAN) + o_k)
+    m_row = (o_m < num_rows) & (o_k < K)
+    o_r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, A)))
+    o_r = gl.expand_dims(gl.expand_dims(o_r, 0), 2)
+    p_scale = scales + (begin * (4 if KIND == "mxfp4" else 1) + half * 16 + o_r)
+    o_lane = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LZ)), 0)
+    p_zero = weight + (begin + zeros + half * 8 + o_lane // 4)
+    acc = (gl.zeros([W, 16, BM], gl.float32, A),) * NB
+    if RING != 0:
+        turn = 0
+        for first in range(0, tiles, W * U):
+            async_copy.wait_group(RING - 2)
+            words = ()
+            for j in gl.static_range(U * NB):
+                words = words + (ring.index(turn).slice(j * WORDS, WORDS, dim=1).load(LW),)  # noqa: RUF005
+            free = gl.where(turn == 0, RING - 1, turn - 1)
+            _copy(ring, free, p_copy, first + (RING - 1) * W * U, tiles, U, W, LC)
+            acc = _multiply(
+                words, acc, p_x, m_row, p_scale, p_zero, first, tiles,
+                KIND, GROUP, HAS_ZEROS, SPANS, W, NB, BM, U, A, LX, LZ,
+            )  # fmt: skip
+            turn = gl.where(turn == RING - 1, 0, turn + 1)
+        async_copy.wait_group(0)
+    else:
+        for first in range(0, tiles, W * U):
+            ahead = _loads(p_tile + _warp_words(first + W * U, tiles, U, W, LW), U, NB)
+            acc = _multiply(
+                words, acc, p_x, m_row, p_scale, p_zero, first, tiles,
+                KIND, GROUP, HAS_ZEROS, SPANS, W, NB, BM, U, A, LX, LZ,
+            )  # fmt: skip
+            words = ahead
+    let_next_start(IS_DEPENDENT)
+
+    for n in gl.static_range(NB):
+        b_out = gl.sum(acc[n], 0)  # [16, BM]
+        o_row = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(0, A))), 1)
+        o_col = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(0, A))), 0)
+        o_n = (i_n * NB + n) * 16 + o_row
+        if GROUP == 0:
+            b_out = b_out * gl.load(scales + (begin + half * 16 + n * 16 + o_row))
+        b_out = b_out + gl.load(bias + o_n, mask=o_n < bias_size, other=0.0).to(gl.float32)
+        m_out = (o_col < num_rows) & (o_n < size)
+        gl.store(out + (o_col * size + o_n), b_out.to(out.dtype.element_ty), mask=m_out)
+
+
+@triton.jit(do_not_specialize=["first", "size", "group"])
+def linear_q_fragments_decode_kernel(
+    weight,
+    scales,
+    zeros,
+    out,
+    first,
+    size,
+    group,
+    K,
+    KIND: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+):
+    """32 columns of the outputs of block `first` + i as floats, in `out` [size, K].
+
+    `weight` is the same memory in int16, `zeros` in bfloat16, `scales` as of the product; `group`
+    columns share a scale.
+    """
+    IS_4_BITS: tl.constexpr = KIND == "int4" or KIND == "mxfp4"
+    BITS: tl.constexpr = 4 if IS_4_BITS else 8
+    i_s = tl.program_id(1)
+    groups = K // group
+    i_group = i_s * 32 // group
+    head = groups * (16 if KIND == "mxfp4" else 64)
+    begin = head
+    if HAS_ZEROS:
+        begin = head + groups * 32
+    # elements of 16 bits before the block
+    block = (first + tl.program_id(0)).to(tl.int64) * (begin + K * BITS * 2)
+
+    o_n = tl.arange(0, 32)[:, None]
+    o_k = tl.arange(0, 32)[None, :]
+    o_half, o_r, o_g = o_n // 16, o_n // 8 % 2, o_n % 8
+    o_q, o_c, o_h, o_e = o_k // 8, o_k // 4 % 2, o_k // 2 % 2, o_k % 2
+    if IS_4_BITS:
+        o_word = (((i_s // 2 * 2 + o_half) * 8 + o_g) * 4 + o_q) * 4 + i_s % 2 * 2 + o_c
+    else:
+        o_word = (((i_s * 2 + o_half) * 8 + o_g) * 4 + o_q) * 4 + o_c * 2 + o_h
+    b_half = tl.load(weight + block + begin + o_word * 2 + o_e).to(tl.int32) & 0xFFFF  # [32, 32]
+    o_i = o_r + 2 * o_h
+    if KIND == "int4":
+        b_w = (b_half >> o_i * 4 & 15).to(tl.float32) + 128.0
+        b_zero = -136.0
+    elif KIND == "int8":
+        b_w = ((b_half >> o_r * 8 & 255) ^ 128).to(tl.float32) - 128.0
+        b_zero = 0.0
+    elif KIND == "fp8":
+        b_other = (b_half << 4 & 0x80F0) | (b_half >> 4 & 0x0700)
+        b_w = _bfloat16(tl.where(o_r == 0, b_half & 0x87F0, b_other)) * 2.0**120
+        b_zero = 0.0
+    else:
+        b_last = (b_half << 1 & 0x8000) | (b_half >> 5 & 0x0100) | (b_half >> 4 & 0x00C0)
+        b_w = _bfloat16(tl.where(o_i == 3, b_last, b_half << o_i * 3 & 0x81C0)) * 2.0**126
+        b_zero = 0.0
+    if HAS_ZEROS:
+        b_zero = tl.load(zeros + block + head + ((i_group * 2 + o_half) * 8 + o_g) * 2 + o_r)
+        b_zero = b_zero.to(tl.float32)
+    if KIND == "mxfp4":
+        b_exponent = tl.load(scales + block * 2 + i_group * 32 + o_n).to(tl.int32)
+        b_scale = (b_exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        b_scale = tl.load(scales + block // 2 + i_group * 32 + o_n)
+    b_w = (b_w + b_zero) * b_scale
+    o_out = tl.program_id(0) * 32 + o_n
+    p_out = out + o_out.to(tl.int64) * K + i_s * 32 + o_k
+    tl.store(p_out, b_w.to(out.dtype.element_ty), mask=o_out < size)
+
+
+@triton.jit
+def _bfloat16(b_bits):
+    """Values of bits of bfloat16, in float32."""
+    return (b_bits << 16).to(tl.float32, bitcast=True)

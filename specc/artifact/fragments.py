@@ -1,0 +1,172 @@
+"""Levels of a quantized weight in the order of fragments: as tensor cores take an operand.
+
+The instruction mma.m16n8k16 takes its first operand, 16 rows by 16 columns of 16 bits, from four
+registers of each of 32 lanes. Register r + 2 h of lane 4 g + q holds, of row g + 8 r, columns
+2 q + 8 h and the next (PTX ISA, matrix fragments for mma.m16n8k16). Here a lane's words are in the
+file what it makes those registers of, and its columns lie side by side: of 32 columns, a *span*,
+lane q of four has 8 q … 8 q + 7, whichever columns an instruction thinks they are. So
+
+    column 8 q + 4 c + 2 h + e  of a span is, of its instruction c, column e of register r + 2 h
+
+and rows of x are taken as they are, 16 bytes for each lane.
+
+A tile is 16 outputs and 512 bytes, 16 for each lane in their order: two spans of 4 bits, or one of
+8 bits. A half of a word has what has one e: in 4 bits all four registers, so a word is an
+instruction c; in 8 bits both rows r, and the word is (c, h). Where the bits of a level are in its
+half is `_BITS`: as they are, or where few instructions put them in place.
+
+A block of 32 outputs has all scales of its columns, all zero points, then its tiles: of each step
+of columns both halves of the block. Zero points, which int4 alone has, are what is added, as
+bfloat16, to what a level becomes first: -(128 + z) to 128 + u; of a group and half of the block,
+rows g and g + 8 side by side.
+
+Source: Marlin, arXiv:2408.11743 §3.4, for weights in the order of fragments.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+OUTPUTS, SPAN = 32, 32
+# kind → of each level of a half of a word, where its bits are, from the lowest on
+_BITS = {
+    "int4": tuple(tuple(range(4 * i, 4 * i + 4)) for i in range(4)),
+    # sign, and exponent and mantissa below each other: the first as bfloat16 has them
+    "mxfp4": ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14)),
+    "int8": (tuple(range(8)), tuple(range(8, 16))),
+    "fp8": ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11)),
+}
+_BITS_OF = {"int4": 4, "mxfp4": 4, "int8": 8, "fp8": 8}
+# zero points: 128 + z is exact in bfloat16 up to this one
+MOST_ZERO = 128
+
+
+def step_columns(bits: int) -> int:
+    """Columns of four tiles: a warp takes so many at a time, and a weight has whole steps."""
+    return 1024 // bits
+
+
+def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, kind: str) -> Tensor:
+    """Put a quantized weight into such blocks.
+
+    Args:
+        levels: [blocks · 32, K] uint8.
+        scales: [blocks · 32, G] float32; of mxfp4 powers of two, whose exponents are stored.
+        zeros: [blocks · 32, G] integers, or None.
+        kind: `int4`, `int8`, `fp8` or `mxfp4`.
+    Returns:
+        uint8 [blocks, bytes of a block].
+    Raises:
+        ValueError: K is no multiple of a step's columns.
+    """
+    if levels.shape[1] % step_columns(_BITS_OF[kind]):
+        raise ValueError(f"no fragments of {levels.shape[1]} columns of {kind}")
+    blocks = len(levels) // OUTPUTS
+    scales = scales.contiguous()
+    if kind == "mxfp4":
+        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    parts = [scales.view(blocks, OUTPUTS, -1).transpose(1, 2).contiguous().view(torch.uint8)]
+    if zeros is not None:
+        parts.append(_pack_zeros(zeros))
+    parts.append(_pack_levels(levels, kind))
+    return torch.cat([part.reshape(blocks, -1) for part in parts], 1)
+
+
+def unpack(
+    stored: Tensor, columns: int, groups: int, kind: str, has_zeros: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `pack` was given: levels, scales and zero points.
+
+    Args:
+        stored: uint8 [blocks, bytes of a block].
+        columns: K.
+        groups: G.
+        kind: `int4`, `int8`, `fp8` or `mxfp4`.
+    """
+    blocks = len(stored)
+    is_mx = kind == "mxfp4"
+    scale_bytes = OUTPUTS * groups * (1 if is_mx else 4)
+    zero_bytes = 2 * OUTPUTS * groups if has_zeros else 0
+    level_bytes = OUTPUTS * columns * _BITS_OF[kind] // 8
+    head, zeros, words = stored.split([scale_bytes, zero_bytes, level_bytes], 1)
+    if is_mx:
+        scales = (head.int() << 23).view(torch.float32)
+    else:
+        scales = head.contiguous().view(torch.float32)
+    scales = scales.view(blocks, -1, OUTPUTS).transpose(1, 2).reshape(blocks * OUTPUTS, -1)
+    levels = _unpack_levels(words, kind)
+    return levels, scales, _unpack_zeros(zeros) if has_zeros else None
+
+
+def _pack_levels(levels: Tensor, kind: str) -> Tensor:
+    """Levels [blocks · 32, K] uint8 as bytes [blocks, tiles · 1024]."""
+    tables = _placed(kind)
+    if kind == "int8":
+        levels = levels ^ 128
+    blocks = len(levels) // OUTPUTS
+    if len(tables) == 4:
+        # block, half, r, g, tile, span, q, c, h, e → block, tile, half, g, q, span, c, e, h, r
+        parts = levels.view(blocks, 2, 2, 8, -1, 2, 4, 2, 2, 2)
+        parts = parts.permute(0, 4, 1, 3, 6, 5, 7, 9, 8, 2)
+    else:
+        # block, half, r, g, tile, q, c, h, e → block, tile, half, g, q, c, h, e, r
+        parts = levels.view(blocks, 2, 2, 8, -1, 4, 2, 2, 2)
+        parts = parts.permute(0, 4, 1, 3, 5, 6, 7, 8, 2)
+    parts = parts.reshape(-1, len(tables)).long()
+    halves = tables[0][parts[:, 0]]
+    for i, table in enumerate(tables[1:], 1):
+        halves = halves | table[parts[:, i]]
+    return halves.view(torch.uint8)
+
+
+def _unpack_levels(stored: Tensor, kind: str) -> Tensor:
+    """The levels [blocks · 32, K] uint8 that `_pack_levels` was given."""
+    blocks = len(stored)
+    halves = stored.contiguous().view(torch.int16).long() & 0xFFFF
+    levels = _taken(kind)[halves]
+    if levels.shape[-1] == 4:
+        levels = levels.view(blocks, -1, 2, 8, 4, 2, 2, 2, 2, 2)
+        levels = levels.permute(0, 2, 9, 3, 1, 5, 4, 6, 8, 7)
+    else:
+        levels = levels.view(blocks, -1, 2, 8, 4, 2, 2, 2, 2)
+        levels = levels.permute(0, 2, 8, 3, 1, 4, 5, 6, 7)
+    levels = levels.reshape(blocks * OUTPUTS, -1)
+    return levels ^ 128 if kind == "int8" else levels
+
+
+def _pack_zeros(zeros: Tensor) -> Tensor:
+    """Zero points [blocks · 32, G] as what is added for them, bfloat16 [blocks, G, half, g, r]."""
+    added = (-128 - zeros.int()).bfloat16().view(-1, 2, 2, 8, zeros.shape[1]).permute(0, 4, 1, 3, 2)
+    return added.contiguous().view(torch.uint8)
+
+
+def _unpack_zeros(stored: Tensor) -> Tensor:
+    """The zero points [blocks · 32, G] int16 that `_pack_zeros` was given."""
+    added = stored.contiguous().view(torch.bfloat16).view(len(stored), -1, 2, 8, 2)
+    added = added.permute(0, 2, 4, 3, 1).reshape(len(stored) * OUTPUTS, -1).to(torch.int16)
+    return -128 - added
+
+
+@functools.cache
+def _placed(kind: str) -> tuple[Tensor, ...]:
+    """Of each level of a half: level → its bits in place, int16."""
+    tables = []
+    for places in _BITS[kind]:
+        levels = torch.arange(1 << len(places))
+        bits = sum((levels >> j & 1) << place for j, place in enumerate(places))
+        tables.append(torch.as_tensor(bits).to(torch.int16))
+    return tuple(tables)
+
+
+@functools.cache
+def _taken(kind: str) -> Tensor:
+    """Half of a word [65536] → its levels, uint8 [65536, 4 or 2]."""
+    halves = torch.arange(1 << 16)
+    levels = [
+        torch.as_tensor(sum((halves >> place & 1) << j for j, place in enumerate(places)))
+        for places in _BITS[kind]
+    ]
+    return torch.stack(levels, -1).to(torch.uint8)

@@ -1,0 +1,208 @@
+"""Products by weights in fragments equal their oracle; on a CPU the Gluon kernel is emulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specc.artifact.quantized_layout import QuantizedLayout, pack, unpack
+from specc.kernels.cuda import few_rows_tiles, linear_q_fragments, linear_q_unpack
+from specc.kernels.cuda import linear_q_fragments_kernels as kernels
+from specc.kernels.cuda.few_rows import forced
+from specc.kernels.cuda.few_rows_tiles import FRAGMENT_LAYOUTS, Tile
+from specc.kernels.cuda.linear_q import decoded, linear_q
+from tests.kernels.cuda import cases_linear_q as cases
+from tests.kernels.cuda import ptx_pairs
+from tests.kernels.cuda.cases_linear_q import BF16
+from tests.kernels.cuda.gluon_emulator import Launcher, emulated
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+# rows, columns, outputs: a step that most warps have nothing of, one whole, one and a half, several
+# with a short group; a last block that is short, and half of one
+SHAPES = ((1, 256, 40), (8, 2048, 33), (3, 3072, 16), (8, 4352, 50))
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[dict[str, Any]]:
+    """Constants of the launches of the product's kernel."""
+    found: list[dict[str, Any]] = []
+    kernel = linear_q_fragments.linear_q_fragments_kernel
+    if device.type == "cpu":
+        copy = emulated(kernels, linear_q_unpack)
+        kernel = Launcher(copy.linear_q_fragments_kernel, ("launch_pdl",))
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*args: Any, **options: Any) -> None:
+                found.append(options)
+                kernel[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(linear_q_fragments, "linear_q_fragments_kernel", Counted())
+    return found
+
+
+def operands_of(name: str, shape: tuple[int, int, int], device: torch.device, **given: Any) -> Any:
+    """As `cases.make_operands`, with the weight in fragments."""
+    _, columns, outputs = shape
+    plain = QuantizedLayout.named(name.removesuffix("-fragments"))
+    operands = cases.make_operands(plain.name, shape, BF16, device, has_bias=True)
+    parts = unpack(operands["weight"].cpu(), (outputs, columns), plain)
+    layout = plain.as_fragments
+    weight = pack(*parts[:2], parts[2] if plain.has_zeros else None, layout)
+    return {**operands, "weight": weight.to(device), "row_bits": 0, "format": layout.format}
+
+
+def tiles_of(name: str, rows: int) -> tuple[Tile, ...]:
+    return few_rows_tiles.quantized_tiles(name, BF16, rows)
+
+
+def check(name: str, shape: tuple[int, int, int], number: int, device: torch.device) -> None:
+    operands = operands_of(name, shape, device)
+    with forced(number):
+        found = linear_q(**operands)
+    cases.assert_close(found, cases.oracle(operands), cases.TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("name", FRAGMENT_LAYOUTS)
+def test_layouts(name: str, launched: list[Any], device: torch.device) -> None:
+    """All of them, with each form in turn."""
+    i = FRAGMENT_LAYOUTS.index(name)
+    check(name, SHAPES[i % 4], i % len(tiles_of(name, 8)), device)
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["int4-g128-zeros-fragments", "mxfp4-fragments"])
+def test_forms(name: str, shape: Any, number: int, launched: list[Any], device: Any) -> None:
+    """A ring, and loads one step ahead."""
+    assert len(tiles_of(name, shape[0])) == 2
+    check(name, shape, number, device)
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize("rows", [9, 16, 17, 32])
+@pytest.mark.parametrize("name", ["int4-g32-fragments", "fp8-g128-fragments"])
+def test_more_rows(name: str, rows: int, launched: list[Any], device: torch.device) -> None:
+    check(name, (rows, 2304, 33), 0, device)
+    is_wide = rows > 16 or name.startswith("int4")
+    assert [item["BM"] for item in launched] == [32 if is_wide else 16]
+
+
+@pytest.mark.parametrize("name", ["int4-g64-fragments", "int8-fragments"])
+def test_a_row_has_the_same_bits_beside_any_others(name: str, device: torch.device) -> None:
+    """All tiles of a shape add up in the same order."""
+    operands = operands_of(name, (17, 2304, 16), device)
+    x = operands.pop("input")
+    whole = linear_q(x, **operands)
+    for rows in (1, 16):
+        for number in range(len(tiles_of(name, rows))):
+            with forced(number):
+                assert torch.equal(linear_q(x[:rows], **operands), whole[:rows])
+
+
+def test_a_row_that_is_not_finite_stays_alone(device: torch.device) -> None:
+    operands = operands_of("int4-g128-fragments", (5, 512, 33), device)
+    want = linear_q(**operands)
+    operands["input"][2, 7] = torch.nan
+    found = linear_q(**operands)
+    assert bool(found[2].isnan().all())
+    others = torch.tensor([0, 1, 3, 4], device=device)
+    assert torch.equal(found[others], want[others])
+
+
+@pytest.mark.parametrize("name", FRAGMENT_LAYOUTS)
+def test_decoded_weights(name: str, device: torch.device) -> None:
+    """Bit for bit what the layout says, of all blocks and of those after the first."""
+    layout = QuantizedLayout.named(name)
+    columns, outputs = 256, 70
+    weight = operands_of(name, (1, columns, outputs), device)["weight"]
+    plain = QuantizedLayout.named(name.removesuffix("-fragments"))
+    like = torch.zeros(1, columns, dtype=BF16, device=device)
+    blocks = cases.make_weight(plain.name, columns, outputs, torch.device("cpu"))
+    want = cases.dequantize(blocks, (outputs, columns), plain).to(BF16).to(device)
+    assert torch.equal(decoded(weight, like, 0, outputs, layout), want)
+    assert torch.equal(decoded(weight, like, 1, outputs - 32, layout), want[32:])
+
+
+@pytest.mark.parametrize("rows", [33, 70])
+def test_rows_that_no_kernel_has(rows: int, launched: list[Any], device: torch.device) -> None:
+    operands = operands_of("int4-g128-fragments", (rows, 256, 40), device)
+    found = linear_q(**operands)
+    cases.assert_close(found, cases.oracle(operands), cases.DECODED_TOLERANCE[BF16])
+    assert launched == []
+    wide = {**operands, "input": operands["input"].float(), "bias": operands["bias"].float()}
+    with pytest.raises(ValueError, match="of bfloat16 by fragments"):
+        linear_q(**wide)
+
+
+def test_which_tiles() -> None:
+    """The fewest rows that suffice; as many columns of a warp and as many warps for any number."""
+    for name, columns in (("int4-g64-fragments", 256), ("fp8-fragments", 128)):
+        middle = 32 if columns == 256 else 16
+        for rows, most in ((1, 8), (8, 8), (9, middle), (16, middle), (17, 32), (32, 32)):
+            tiles = tiles_of(name, rows)
+            assert {(t.block_m, t.block_k, t.num_warps) for t in tiles} == {(most, columns, 8)}
+        assert tiles_of(name, 33) == ()
+
+
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "int8", "fp8"])
+def test_every_half_of_a_word(kind: str) -> None:
+    """Each of 65536, in both places: what its levels stand for, none of it rounded."""
+    text = getattr(linear_q_unpack, f"UNPACK_{kind.upper()}")
+    halves = torch.arange(1 << 16)
+    word = (halves | halves.flip(0) << 16).to(torch.int32)
+    count = 8 if kind.endswith("4") else 4
+    found = ptx_pairs.run(getattr(text, "value", text), [torch.stack([word, word], -1)], count)
+    layout = QuantizedLayout.named({"int4": "int4-g128"}.get(kind, kind)).as_fragments
+    levels = levels_of_halves(layout)
+    want = layout.values(levels) - layout.middle
+    for i, pairs in enumerate(found):
+        own = want[:, i % (count // 2)]
+        # of e4m3, 127 is no number, and no weight has it
+        known = levels[:, i % (count // 2)] & 127 != 127
+        assert torch.equal(pairs[known][:, 0].float(), own[known])
+        assert torch.equal(pairs.flip(0)[known][:, 1].float(), own[known])
+
+
+def levels_of_halves(layout: QuantizedLayout) -> torch.Tensor:
+    """Of each half of a word its levels, [65536, 4 or 2]: a block has all halves in order."""
+    halves = torch.arange(1 << 16)
+    columns = (1 << 20) // 32 // layout.bits
+    head = layout.stored_shape((32, columns))[1] - (1 << 17)
+    words = halves.to(torch.int16).view(torch.uint8)
+    stored = torch.cat([torch.zeros(head, dtype=torch.uint8), words])[None]
+    levels = unpack(stored, (32, columns), layout)[0]
+    tile, half, g, q = halves // 512, halves // 256 % 2, halves // 32 % 8, halves // 8 % 4
+    j, e = halves // 2 % 4, halves % 2
+    if layout.bits == 4:
+        column = tile * 64 + j // 2 * 32 + q * 8 + j % 2 * 4 + e
+        places = [(8 * r, 2 * h) for h in range(2) for r in range(2)]
+    else:
+        column = tile * 32 + q * 8 + j // 2 * 4 + j % 2 * 2 + e
+        places = [(8 * r, 0) for r in range(2)]
+    return torch.stack([levels[half * 16 + g + r, column + h] for r, h in places], -1)
+
+
+def test_every_level_and_zero_point() -> None:
+    """What u - z is, for every zero point, in rows of both halves, none of it rounded."""
+    text = linear_q_unpack.UNPACK_INT4_ZEROS
+    u, z = torch.cartesian_prod(torch.arange(16), torch.arange(129)).T
+    word = (u * 0x11111111).to(torch.int32)
+    other = (z + 5) % 129
+    words = [word, *map(added_pairs, (z, other))]
+    words = [torch.stack([item, item], -1) for item in words]
+    found = ptx_pairs.run(getattr(text, "value", text), words, 8)
+    for i, pairs in enumerate(found):
+        want = (u - (other if i % 2 else z)).float()
+        assert torch.equal(pairs.float(), want[:, None].expand(-1, 2))
+
+
+def added_pairs(zeros: torch.Tensor) -> torch.Tensor:
+    halves = (-128 - zeros).bfloat16().view(torch.int16).long() & 0xFFFF
+    return (halves | halves << 16).to(torch.int32)

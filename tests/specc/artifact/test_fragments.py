@@ -1,0 +1,127 @@
+"""Weights in the order of fragments: each lane of a warp has what its instruction reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specc.artifact.quantized_layout import QuantizedLayout, pack, unpack
+from tests.specc.artifact.test_quantized_layout import LAYOUTS, random_parts
+
+FRAGMENTS = [layout.as_fragments for layout in LAYOUTS if layout.has_fragments(256)]
+
+
+@pytest.mark.parametrize("layout", FRAGMENTS, ids=lambda item: item.name)
+@pytest.mark.parametrize("shape", [(32, 256), (70, 768), (1, 512)], ids=str)
+def test_blocks_hold_what_was_put_in(shape, layout) -> None:
+    levels, scales, zeros = random_parts(shape, layout)
+    stored = pack(levels, scales, zeros, layout)
+    assert (stored.dtype, tuple(stored.shape)) == (torch.uint8, layout.stored_shape(shape))
+    found = unpack(stored, shape, layout)
+    if zeros is None:
+        zeros = torch.full_like(scales, layout.middle, dtype=torch.int16)
+    assert all(map(torch.equal, found, (levels, scales, zeros)))
+    assert QuantizedLayout.named(layout.name) == layout
+    assert layout.name.endswith("-fragments")
+    assert (layout.kind, layout.middle) == (
+        layout.name.split("-")[0],
+        zeros.new_tensor(layout.middle),
+    )
+
+
+def level_of(halves: list[int], kind: str, register: int, which: int) -> int:
+    """The level of a register in words of a lane, by the page's formulas and no table.
+
+    Args:
+        halves: of 16 bits, of the lane's 16 bytes.
+        register: r + 2 h of an instruction.
+        which: column e, of instruction c of span s: 4 s + 2 c + e; spans are of 4 bits alone.
+    """
+    e, c, span = which % 2, which // 2 % 2, which // 4
+    r, h = register % 2, register // 2
+    if kind == "int4":
+        return halves[2 * (2 * span + c) + e] >> 4 * register & 15
+    if kind == "mxfp4":
+        half = halves[2 * (2 * span + c) + e]
+        own = [
+            (half >> 6 & 7, half >> 15),
+            (half >> 3 & 7, half >> 12 & 1),
+            (half & 7, half >> 9 & 1),
+            (half >> 10 & 3 | half >> 11 & 4, half >> 14 & 1),
+        ]
+        return own[register][0] | own[register][1] << 3
+    half = halves[2 * (2 * c + h) + e]
+    if kind == "int8":
+        return (half >> 8 * r & 255) ^ 128
+    if r == 0:
+        return half >> 4 & 127 | half >> 8 & 128
+    return half & 15 | half >> 8 & 112 | half >> 4 & 128
+
+
+@pytest.mark.parametrize("kind", ["int4-g64", "mxfp4", "int8", "fp8"])
+def test_where_levels_lie(kind) -> None:
+    """Every level of two blocks of several tiles, from its lane, register and half of a word."""
+    layout = QuantizedLayout.named(kind).as_fragments
+    levels, scales, _ = random_parts((64, 256), layout)
+    stored = pack(levels, scales, None, layout)
+    columns = 256 // layout.bits
+    tiles = 256 // columns
+    words = stored[:, -tiles * 1024 :].contiguous().view(torch.int16)
+    words = (words.long() & 0xFFFF).view(2, tiles, 2, 8, 4, 8).tolist()
+    seen = torch.zeros_like(levels)
+    for block, tile, half, g, q in torch.cartesian_prod(
+        *(torch.arange(n) for n in (2, tiles, 2, 8, 4))
+    ).tolist():
+        halves = words[block][tile][half][g][q]
+        for register in range(4):
+            r, h = register % 2, register // 2
+            for which in range(4 * columns // 32):
+                e, c, span = which % 2, which // 2 % 2, which // 4
+                row = block * 32 + half * 16 + g + 8 * r
+                column = tile * columns + span * 32 + 8 * q + 4 * c + 2 * h + e
+                found = level_of(halves, layout.kind, register, which)
+                assert found == levels[row, column], (row, column)
+                seen[row, column] += 1
+    assert bool((seen == 1).all())
+
+
+def test_where_scales_and_zeros_lie() -> None:
+    layout = QuantizedLayout.named("int4-g32-zeros-fragments")
+    levels, scales, zeros = random_parts((40, 256), layout)
+    stored = pack(levels, scales, zeros, layout)
+    assert stored[0, :1024].view(torch.float32).view(8, 32).equal(scales[:32].T)
+    added = stored[0, 1024:1536].view(torch.bfloat16).view(8, 2, 8, 2)
+    for group, row in ((0, 0), (1, 9), (3, 30)):
+        assert added[group, row // 16, row % 8, row % 16 // 8] == -128 - zeros[row, group]
+    layout = QuantizedLayout.named("mxfp4-fragments")
+    levels, scales, _ = random_parts((32, 256), layout)
+    exponents = pack(levels, scales, None, layout)[0, :256].view(8, 32)
+    assert exponents[5, 7] == scales[7, 5].log2() + 127
+
+
+def test_every_zero_point_is_stored() -> None:
+    layout = QuantizedLayout.named("int4-g64-zeros-fragments")
+    zeros = torch.arange(129, dtype=torch.int16)[:, None].repeat(1, 4)
+    levels, ones = torch.zeros(129, 256, dtype=torch.uint8), torch.ones(129, 4)
+    stored = pack(levels, ones, zeros, layout)
+    assert unpack(stored, levels.shape, layout)[2].equal(zeros)
+    with pytest.raises(ValueError, match="zero points from 0 to 129"):
+        pack(levels, ones, zeros + zeros // 128, layout)
+
+
+def test_what_has_no_fragments() -> None:
+    for name, columns in (("int4-g128", 384), ("int8", 64)):
+        layout = QuantizedLayout.named(name)
+        assert not layout.has_fragments(columns)
+        assert layout.has_fragments(512)
+        levels = torch.zeros(1, columns, dtype=torch.uint8)
+        with pytest.raises(ValueError, match=f"no fragments of {columns} columns"):
+            pack(levels, torch.ones(1, layout.num_groups(columns)), None, layout.as_fragments)
+    assert not QuantizedLayout.named("q4_k").has_fragments(256)
+    assert len(FRAGMENTS) == 10
+    for name in ("int8-zeros", "int8-g64", "fp8-g32"):
+        assert not QuantizedLayout.named(name).has_fragments(256)
+        with pytest.raises(ValueError, match="no fragments of 8 bits"):
+            QuantizedLayout.named(f"{name}-fragments")
+    with pytest.raises(ValueError, match="no blocks"):
+        QuantizedLayout(8, 0, format="pieces")
