@@ -154,13 +154,14 @@ def _multiply(
                     b_w = operand_of(b_words, b_low, b_high, KIND, W, A)
                 else:
                     b_w = operand_of(b_words, None, None, KIND, W, A)
-                new = new + (mma_v2(b_w, b_x, sums[n]),)  # noqa: RUF005
+                new = new + (mma_v2(b_w, b_x, sums[n]),)  # type: ignore[assignment]  # noqa: RUF005
             sums = new
         if GROUP != 0:
             new = ()
             for n in gl.static_range(NB):
                 p_own = p_scale + (i_a + part * SHARED) // PER_GROUP * 32 + n * 16
-                new = new + (acc[n] + sums[n] * _scale_of(p_own, KIND == "mxfp4"),)  # noqa: RUF005
+                grouped = sums[n] * _scale_of(p_own, KIND == "mxfp4")
+                new = new + (acc[n] + grouped,)  # type: ignore[assignment]  # noqa: RUF005
             sums = new
         acc = sums
     return acc
@@ -178,7 +179,8 @@ def _loads(p_words, U: gl.constexpr, NB: gl.constexpr):
     words = ()
     for u in gl.static_range(U):
         for n in gl.static_range(NB):
-            words = words + (gl.load(p_words + (u * PAIR + n * WORDS), cache_modifier=".cg"),)  # noqa: RUF005
+            more = gl.load(p_words + (u * PAIR + n * WORDS), cache_modifier=".cg")
+            words = words + (more,)  # type: ignore[assignment]  # noqa: RUF005
     return words
 
 

@@ -39,7 +39,7 @@ def clamped_gate(rows: fx.Node) -> fx.Node | None:
     result = only_user(gated)
     if result is None or result.target is not aten.mul.Tensor or more is None:
         return None
-    is_alone = only_user(more) is result and set(result.all_input_nodes) == {gated, more}
+    is_alone = set(result.all_input_nodes) == {gated, more} and only_user(more) is result
     return result if is_alone else None
 
 

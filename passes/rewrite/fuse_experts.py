@@ -91,10 +91,10 @@ def _gate_of(first: fx.Node) -> _Gate:
 def _with_bias(product: fx.Node) -> fx.Node:
     """The sum of a product and of the biases of its rows' experts, or the product."""
     user = only_user(product)
-    is_sum = user is not None and user.target is aten.add.Tensor
-    if not is_sum or bind_args(user)["alpha"] != 1 or len(user.all_input_nodes) != 2:
+    if user is None or user.target is not aten.add.Tensor:
         return product
-    return user
+    is_plain = bind_args(user)["alpha"] == 1 and len(user.all_input_nodes) == 2
+    return user if is_plain else product
 
 
 def _other_of(node: fx.Node, operand: fx.Node) -> fx.Node:

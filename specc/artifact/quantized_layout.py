@@ -163,7 +163,8 @@ class QuantizedLayout:
     @classmethod
     def of_facts(cls, facts: Sequence[Any]) -> QuantizedLayout:
         """The layout that an operator was told of, after the number of outputs."""
-        return cls(*facts[:4], format="".join(facts[5:6]))
+        bits, group, has_zeros, is_float = facts[:4]
+        return cls(bits, group, has_zeros, is_float, format="".join(facts[5:6]))
 
     @property
     def apart(self) -> int:
@@ -294,8 +295,8 @@ def unpack(
         groups = layout.num_groups(columns)
         item = fragments.unpack(stored, columns, groups, layout.kind, layout.has_zeros)
         middle = torch.full(item[1].shape, layout.middle, dtype=torch.int16)
-        zeros = middle if item[2] is None else item[2]
-        return item[0][:outputs], item[1][:outputs], zeros[:outputs]
+        points = middle if item[2] is None else item[2]
+        return item[0][:outputs], item[1][:outputs], points[:outputs]
     blocks, width, place = stored.shape[0], layout.header_columns or shape[1], 0
     levels, scales, zeros = [], [], []
 
