@@ -75,7 +75,7 @@ def line_of(prompt: str, params: SamplingParams) -> str:
 
 
 def _call_of(asked: str, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """None where the turn names another tool than there are: some questions have tools of theirs."""
+    """None where the turn names another tool than there are, as of what agents ask beside."""
     if (named := _CALL.search(asked)) is not None:
         arguments, _ = json.JSONDecoder().raw_decode(asked, named.end())
         is_there = any(function["name"] == named[1] for function in functions)

@@ -39,8 +39,9 @@ def tools():
     (call,) = model.get_tool_calls_from_response(first)
     output = tool(**call.tool_kwargs)
     same(given, [WEATHER])
-    turns = [TURN, first.message, ChatMessage(role="tool", content=str(output),
-                                              additional_kwargs={"tool_call_id": call.tool_id})]  # fmt: skip
+    of_call = {"tool_call_id": call.tool_id}
+    answer = ChatMessage(role="tool", content=str(output), additional_kwargs=of_call)
+    turns = [TURN, first.message, answer]
     same(model.chat_with_tools([tool], chat_history=turns).message.content, ANSWER)
 
 
