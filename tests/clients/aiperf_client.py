@@ -22,7 +22,7 @@ def load(kind, *arguments):
         "--concurrency", "4", "--isl", "50", "--osl", "30", "--ui", "none", "--workers-max", "2",
         "--artifact-dir", folder, *arguments,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise AssertionError((done.stderr or done.stdout).strip()[-400:])
     found = json.loads((folder / "profile_export_aiperf.json").read_text())

@@ -26,7 +26,7 @@ MODELS = [{"model_id": "here", "model_name": MODEL, "api_base": f"{URL}/v1", "su
 def llm(*arguments):
     command = [Path(sys.executable).with_name("llm"), "-m", "here", "--key", "none", *arguments]
     environment = os.environ | {"LLM_USER_PATH": str(HOME)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise AssertionError(done.stderr.strip()[-300:])
     return done.stdout.strip()

@@ -25,7 +25,7 @@ export const same = (found, wanted) => assert.deepEqual(found, wanted);
 export function events(command, words, environment) {
   const env = { ...process.env, ...environment };
   const options = { cwd: HOME, encoding: "utf8", env, stdio: ["ignore", "pipe", "pipe"] };
-  const lines = execFileSync(command, words, { ...options, timeout: 120_000 }).split("\n");
+  const lines = execFileSync(command, words, { ...options, timeout: 600_000 }).split("\n");
   return lines.filter((line) => line.startsWith("{")).map((line) => JSON.parse(line));
 }
 
