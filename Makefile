@@ -113,9 +113,9 @@ aarch64: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	@PYTHONPATH=. PYTHONSAFEPATH=1 $(RUN) $(BIN)/python -m tests.mutants $(ARGS)
 
-# packages that others have written, against a server: writes docs/guide/clients.md
+# packages that others have written, against a server: writes docs/guide/clients.md; ARGS="llm aiperf"
 clients: $(VENV)/.dev
-	@PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.clients
+	@PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.clients $(ARGS)
 
 # COMMAND=A, B or C: each ends within 8 minutes; without it all three, one after the other
 gpu-check:

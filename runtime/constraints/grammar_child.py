@@ -55,7 +55,7 @@ class GrammarChild:
             RequestError: it cannot be compiled, or its first mask cannot be made.
         """
         source = GrammarSource(*data)
-        grammar = grammar_of(source)
+        grammar = grammar_of(source, self._tokens)
         begin = _allocated_bytes()
         matcher = matcher_of(source, grammar, self._tokens, self._vocabulary)
         matcher.compute_bitmask()

@@ -80,6 +80,7 @@ class GrammarSource(NamedTuple):
     disable_additional_properties: bool
     whitespace_pattern: str | None
     lenient: bool
+    free_openings: tuple[str, ...]
 
     @classmethod
     def of(cls, params: StructuredOutputsParams, config: StructuredOutputsConfig) -> GrammarSource:
@@ -119,12 +120,23 @@ def read_vocabulary(
     return vocabulary, tokens
 
 
-def grammar_of(source: GrammarSource) -> str:
+def grammar_of(source: GrammarSource, tokens: LLTokenizer) -> str:
     """The grammar as the library writes it.
 
     Raises:
         RequestError: it does not understand the text.
     """
+    form = _form_of(source)
+    if not source.free_openings:
+        return form
+    first, *others = json.loads(form)["grammars"]
+    openings = " | ".join(_lark_of(opening, tokens) for opening in source.free_openings)
+    either = f"start: @form | free\nfree: ({openings}) <[*]>*\n"
+    start = {"name": "start", "lark_grammar": either}
+    return json.dumps({"grammars": [start, first | {"name": "form"}, *others]})
+
+
+def _form_of(source: GrammarSource) -> str:
     kind, text = source.kind, source.text
     if kind == "choice":
         # as rules, each item were one of a row of its parser, which takes 2,000 of them
@@ -204,6 +216,16 @@ def is_dead_end(matcher: LLMatcher) -> bool:
 def error_of(matcher: LLMatcher) -> str:
     """Why a matcher has failed."""
     return DEAD_END if is_dead_end(matcher) else shortened(matcher.get_error())
+
+
+def _lark_of(text: str, tokens: LLTokenizer) -> str:
+    """A text in the library's dialect of Lark, where special tokens are no text."""
+    parts, rest = [], text
+    for token_id in tokens.tokenize_str(text):
+        if tokens.is_special_token(token_id):
+            before, _, rest = rest.partition(tokens.decode_str([token_id]))
+            parts += [json.dumps(before)] * bool(before) + [f"<[{token_id}]>"]
+    return " ".join(parts + [json.dumps(rest)] * bool(rest))
 
 
 def _literal(text: str) -> str:

@@ -246,7 +246,7 @@ class Grammars:
 
         if source == GrammarSource.of(_ANY_OBJECT, self.config):
             # ours, no stranger's
-            return again({"grammar": grammar_of(source), "bytes": 0, "state_bytes": 0})
+            return again({"grammar": grammar_of(source, tokens), "bytes": 0, "state_bytes": 0})
         try:
             return self.children.run(
                 [*source],

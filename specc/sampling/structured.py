@@ -50,6 +50,8 @@ class StructuredOutputsParams:
             or one or two line feeds and at most twenty spaces or tabs.
         lenient: True: keywords and formats that the library lacks are ignored, with a warning;
             False: they are refused.
+        free_openings: texts; an output that begins with one of them has no form from there on, as
+            one that calls tools in place of an answer.
     Raises:
         RequestError: none or several of the first five, a value of another type, or one that is
             larger than `MAX_CHARS` and `MAX_RULES` say.
@@ -64,6 +66,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
     lenient: bool | None = None
+    free_openings: tuple[str, ...] = ()
     # what was given, and its text; `json_object` is a schema by then
     kind: str = field(init=False, default="")
     text: str = field(init=False, default="")
@@ -88,7 +91,7 @@ class StructuredOutputsParams:
         object.__setattr__(self, "digest", digest)
 
     @property
-    def key(self) -> tuple[str, str, bool | None, bool | None, str | None, bool | None]:
+    def key(self) -> tuple[Any, ...]:
         """Equal for equal grammars; hashable, as a schema is not."""
         return (
             self.kind,
@@ -97,6 +100,7 @@ class StructuredOutputsParams:
             self.disable_additional_properties,
             self.whitespace_pattern,
             self.lenient,
+            tuple(self.free_openings),
         )
 
     def _check_size(self) -> None:
@@ -115,6 +119,10 @@ class StructuredOutputsParams:
 
     def _check_options(self) -> None:
         pattern = self.whitespace_pattern
+        if not isinstance(self.free_openings, (list, tuple)):
+            raise _wrong("free_openings", self.free_openings, "a list of strings")
+        for opening in self.free_openings:
+            _text("free_openings", opening)
         for name in SWITCHES:
             if not isinstance(value := getattr(self, name), bool | None):
                 raise _wrong(name, value, "True, False or None")

@@ -24,6 +24,8 @@ _DROPPED_BYTES, _DROP_S = 64 << 20, 2.0
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
+# headers, one of which at least comes with whatever a page posts
+_OF_BROWSERS = frozenset(("origin", "sec-fetch-site"))
 # bytes a second of a body that comes for longer than its timeout
 _MIN_RATE = 1 << 10
 # largest bodies that may be in memory at a time; short ones are not counted
@@ -61,8 +63,11 @@ async def read_body(request: Request, config: ServeConfig) -> AsyncIterator[byte
         ApiError: no JSON by its name, a body that is too large, or that does not come.
         ClientGone: there is nobody any more.
     """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
+    given = request.headers.get("content-type")
+    media_type = (given or "").partition(";")[0].strip().lower()
+    # some clients name no type; a page of another origin can do so too, but its browser tells
+    is_json = media_type == "application/json" or media_type.endswith("+json")
+    if not is_json and (given is not None or not _OF_BROWSERS.isdisjoint(request.headers)):
         raise ApiError(
             415,
             f"The body is of type {shorten(media_type) or 'unknown'}; expected application/json."

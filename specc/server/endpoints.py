@@ -167,6 +167,9 @@ class Endpoints:
         form = structure_field(wanted)
         if use.grammar is not None:
             form, params = "tools", dataclasses.replace(params, structured_outputs=use.grammar)
+        elif use.free_openings and params.structured_outputs is not None:
+            free = dataclasses.replace(params.structured_outputs, free_openings=use.free_openings)
+            params = dataclasses.replace(params, structured_outputs=free)
         text = render(self._template, wanted)
         requests = self.service.core.requests
         cut = self.prompts.cut(wanted, params)

@@ -38,6 +38,7 @@ class ToolUse:
         form: of the calls that outputs may hold; None where they hold none.
         max_calls: of one output; None is any number.
         grammar: of outputs that have to be calls, and nothing else.
+        free_openings: what calls begin with, in place of the form that other outputs have.
         is_named: which tool they call, the request says.
         are_functions: calls are told as before there were tools: one, as `function_call`.
     """
@@ -46,6 +47,7 @@ class ToolUse:
     form: CallFormat | None = None
     max_calls: int | None = None
     grammar: StructuredOutputsParams | None = None
+    free_openings: tuple[str, ...] = ()
     is_named: bool = False
     are_functions: bool = False
 
@@ -146,11 +148,7 @@ def read_tools(wanted: ChatRequest, config: ServeConfig, reads_tools: bool) -> T
     if choice in (None, "auto"):
         use = _automatic(wanted, config, tools, reads_tools)
         return replace(use, are_functions=wanted._has_functions)
-    if has_form(wanted):
-        raise bad_request(
-            "tool_choice beside a form of the output", "one of the two", "leave the form out",
-            "tool_choice",
-        )  # fmt: skip
+    # there is no answer that could have a form: this one is of calls
     max_calls = _MAX_CALLS[wanted.parallel_tool_calls]
     use = _forced(tools, choice, max_calls, config, structured_options(wanted))
     return replace(use, are_functions=wanted._has_functions)
@@ -175,7 +173,7 @@ def _forced(
     if usual is not None:
         form = replace(form, make_id=usual.make_id)
     grammar = calls_grammar(schema, config.max_grammar_chars, options)
-    return ToolUse(tools, form, max_calls, grammar, name is not None)
+    return ToolUse(tools, form, max_calls, grammar, is_named=name is not None)
 
 
 def _automatic(
@@ -198,16 +196,26 @@ def _automatic(
             "start the server with such a template (--chat-template), or leave tools out",
             "tools",
         )
-    if has_form(wanted):
+    max_calls = 1 if wanted.parallel_tool_calls is False else None
+    use = ToolUse(tools, CALL_FORMATS[config.tool_call_parser], max_calls)
+    return replace(use, free_openings=_openings_of(use.form, config)) if has_form(wanted) else use
+
+
+def _openings_of(form: CallFormat, config: ServeConfig) -> tuple[str, ...]:
+    """What tells calls from the form that a request's answers have.
+
+    Raises:
+        ApiError: nothing does.
+    """
+    if form.bare or form.is_in_messages or not form.openings:
         raise bad_request(
-            "tools with tool_choice auto beside a form of the output, which leaves room for no"
-            " call",
+            "tools with tool_choice auto beside a form of the output, and calls that begin like any"
+            f" other output ({config.tool_call_parser})",
             "one of the two",
             'leave the form out, or pass tool_choice="none"',
             "tools",
         )
-    max_calls = 1 if wanted.parallel_tool_calls is False else None
-    return ToolUse(tools, CALL_FORMATS[config.tool_call_parser], max_calls)
+    return (*form.openings, *form.starts)
 
 
 def _allowed(choice: dict[str, Any], tools: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -1,17 +1,19 @@
 """A server whose model does what a chat asks of it, for clients that nobody here wrote.
 
 The engine is the tests' tiny one, with real steps of 1 to 8 tokens, caches and grammars; what it
-says follows from the prompt. It calls the first tool that there is, once; it fills in a schema; and
-it answers anything else with a sentence.
+says follows from the prompt. It calls the tool that a turn names, `call NAME {…}`, or else the
+first tool that there is, once; it fills in a schema; and it answers anything else with a sentence.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from tests.specc.server.scripted import Script, scripted_engine
 from tests.specc.server.serving import Server, serve
@@ -19,7 +21,10 @@ from tests.specc.server.serving import Server, serve
 ANSWER = "It is 21 degrees in Bonn, é 🙂."
 THINKING = "I know that."
 WORD, NUMBER = "Bonn", 21
-POSITIONS = 16384
+# agents send 100,000 bytes, and each is a token
+POSITIONS = 262144
+# of a turn that says which tool to call; JSON follows
+_CALL = re.compile(r"^call ([\w.-]+) (?={)", re.MULTILINE)
 # the actor reads the chat out of its prompt
 TEMPLATE = "{{ {'messages': messages, 'tools': tools} | tojson }}"
 
@@ -59,14 +64,24 @@ def line_of(prompt: str, params: SamplingParams) -> str:
         chat = json.loads(prompt)
     except ValueError:
         return ANSWER
-    last = chat["messages"][-1]
+    # instructions may come between a question and its answer
+    last = [message for message in chat["messages"] if message["role"] != "system"][-1]
+    asked = _text(last.get("content"))
+    call = None
     if chat["tools"] and last["role"] != "tool":
-        function = chat["tools"][0]["function"]
-        arguments = example_of(function.get("parameters") or {"type": "object"})
-        call = json.dumps({"name": function["name"], "arguments": arguments})
-        return f"<tool_call>\n{call}\n</tool_call>"
-    thinks = "think" in _text(last.get("content"))
-    return f"<think>{THINKING}</think>{ANSWER}" if thinks else ANSWER
+        call = _call_of(asked, [tool["function"] for tool in chat["tools"]])
+    line = ANSWER if call is None else f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    return f"<think>{THINKING}</think>{line}" if "think" in asked else line
+
+
+def _call_of(asked: str, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """None where the turn names another tool than there are, as of what agents ask beside."""
+    if (named := _CALL.search(asked)) is not None:
+        arguments, _ = json.JSONDecoder().raw_decode(asked, named.end())
+        is_there = any(function["name"] == named[1] for function in functions)
+        return {"name": named[1], "arguments": arguments} if is_there else None
+    arguments = example_of(functions[0].get("parameters") or {"type": "object"})
+    return {"name": functions[0]["name"], "arguments": arguments}
 
 
 def _text(content: Any) -> str:
@@ -76,26 +91,34 @@ def _text(content: Any) -> str:
 
 
 class Actor(Script):
-    """Says its lines to whichever request was the last one to come."""
+    """Says its lines to whichever request runs."""
 
-    def attend(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        text = self._tokenizer.decode(list(prompt), skip_special_tokens=False)
-        self.set(line_of(text, params), "")
+    def attend(self, request: Request) -> None:
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        text = self._tokenizer.decode(prompt, skip_special_tokens=False)
+        self.set(line_of(text, request.params), "")
         self._begin = len(prompt)
 
 
 @contextlib.contextmanager
 def acting() -> Iterator[Server]:
-    """A server of such an engine, which has one request at a time."""
-    engine, script = scripted_engine(positions=POSITIONS, script_type=Actor)
+    """A server of such an engine, in which one request runs at a time, and others wait."""
+    engine, script = scripted_engine(positions=POSITIONS, script_type=Actor, max_num_seqs=1)
     assert isinstance(script, Actor)
     parsers = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
     with serve(engine, TEMPLATE, plan="chain-8", enable_auto_tool_choice=True, **parsers) as server:
-        submit = server.service.submit
+        make = server.service.core.requests.make
 
-        def attended(prompt: Any, params: SamplingParams, *rest: Any, **more: Any) -> Any:
-            script.attend(prompt, params)
-            return submit(prompt, params, *rest, **more)
+        def made(*prompt: Any, **options: Any) -> Request:
+            request = make(*prompt, **options)
+            admit = request.admit
 
-        server.service.submit = attended  # type: ignore[method-assign]
+            def admitted(*blocks: Any) -> None:
+                script.attend(request)
+                admit(*blocks)
+
+            request.admit = admitted  # type: ignore[method-assign]
+            return request
+
+        server.service.core.requests.make = made  # type: ignore[method-assign]
         yield server

@@ -40,8 +40,10 @@ def versions_in(home: Path) -> dict[str, str]:
     if home.is_dir():
         files = [*home.glob("node_modules/*/package.json"),
                  *home.glob("node_modules/@*/*/package.json")]  # fmt: skip
-        found = [json.loads(file.read_text()) for file in files]
-        return {each["name"]: each["version"] for each in found if "version" in each}
+        # by folder: what a package has for one platform has the package's name in it
+        names = [str(file.parent.relative_to(home / "node_modules")) for file in files]
+        found = [json.loads(file.read_text()).get("version") for file in files]
+        return {name: version for name, version in zip(names, found, strict=True) if version}
     listed = subprocess.run(
         [*_pip(home), "list", "--format", "json"], check=True, capture_output=True, text=True
     )

@@ -1,6 +1,10 @@
 // What client scripts of Node share: as report.py.
 import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
 
+export const HERE = import.meta.dirname;
+// of this run alone
+export const HOME = process.env.HOME;
 export const ANSWER = "It is 21 degrees in Bonn, é 🙂.";
 export const THINKING = "I know that.";
 export const MODEL = "tiny";
@@ -16,6 +20,14 @@ export const SCHEMA = {
 export const WEATHER = { city: "Bonn", degrees: 21 };
 
 export const same = (found, wanted) => assert.deepEqual(found, wanted);
+
+// What a command prints, a line of JSON for each event.
+export function events(command, words, environment) {
+  const env = { ...process.env, ...environment };
+  const options = { cwd: HOME, encoding: "utf8", env, stdio: ["ignore", "pipe", "pipe"] };
+  const lines = execFileSync(command, words, { ...options, timeout: 600_000 }).split("\n");
+  return lines.filter((line) => line.startsWith("{")).map((line) => JSON.parse(line));
+}
 
 export async function run(features) {
   const found = {};

@@ -1,16 +1,9 @@
-"""lm-eval's class for completions scores texts as transformers does.
-
-It is installed from the ordinary registry into a cache directory, once.
-"""
+"""lm-eval's class for completions scores texts as transformers does."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import subprocess
-import sys
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from specc.api import compile_with
 from specc.config import CompileConfig
 from specc.runtime.engine import Engine
+from tests.clients.environment import HERE, python_with
 from tests.specc.server.serving import MODEL, Server, serve
 
 pytestmark = pytest.mark.slow
@@ -29,7 +23,7 @@ pytestmark = pytest.mark.slow
 PACKAGE = "lm-eval[api]==0.4.13"
 PAIR = Path(__file__).resolve().parents[2] / "examples" / "pair"
 TARGET = PAIR / "target"
-CLIENT = Path(__file__).with_name("lm_eval_client.py")
+CLIENT = HERE / "lm_eval_client.py"
 PAIRS = [
     ("def read_lines(path):\n    with open(path) as", " file:\n        return file.readlines()"),
     ("def read_lines(path):\n    with open(path) as", " f:\n        return list(f)"),
@@ -49,16 +43,8 @@ TEXTS = ["class Writer:\n    def write(self, data):\n        raise NotImplemente
 @pytest.fixture(scope="module")
 def python() -> Path:
     """The interpreter of an environment with lm-eval."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    home = caches / "specc-clients" / f"{PACKAGE}-{sys.version_info[0]}.{sys.version_info[1]}"
-    found, done = home / "bin" / "python", home / "installed"
-    home.parent.mkdir(parents=True, exist_ok=True)
-    with home.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            venv.create(home, clear=True, with_pip=True)
-            subprocess.run([found, "-m", "pip", "install", "-q", PACKAGE], check=True, timeout=900)
-            done.touch()
+    found, missing = python_with((PACKAGE,))
+    assert not missing, missing
     return found
 
 

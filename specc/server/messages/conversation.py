@@ -21,6 +21,7 @@ _KINDS = {
     "thinking": "ThinkingBlockParam",
     "tool_use": "ToolUseBlockParam",
     "tool_result": "ToolResultBlockParam",
+    "tool_reference": "ToolReferenceBlockParam",
 }
 # blocks that a turn of each role may have
 _BLOCKS = {
@@ -124,8 +125,10 @@ class Conversation:
                 f"{place}.tool_use_id={_quoted(call_id)}", "the id of a tool_use block before it",
                 "correct it, or send that turn, too", f"{place}.tool_use_id",
             )  # fmt: skip
-        blocks = self._blocks(block.get("content", ""), f"{place}.content", ("text",))
-        content = _content([inner["text"] for inner in blocks])
+        # a search for tools answers with their names; the request has them beside the turns
+        kinds = ("text", "tool_reference")
+        blocks = self._blocks(block.get("content", ""), f"{place}.content", kinds)
+        content = _content([inner.get("text") or inner["tool_name"] for inner in blocks])
         message = {"role": "tool", "tool_call_id": call_id, "content": content}
         # templates that know the word say it
         self.messages.append(message | ({"is_error": True} if block.get("is_error") else {}))
@@ -183,6 +186,22 @@ class Conversation:
             )  # fmt: skip
         check(_KINDS[kind], fields, place, self.unknown)
         return fields
+
+
+def with_early_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same, with instructions among the turns as a user's words.
+
+    Claude Code has some behind the first question, and there are templates that refuse them there.
+    """
+    found: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        role = "user" if index and message["role"] == "system" else message["role"]
+        if found and role == found[-1]["role"] == "user":
+            texts = [*_texts(found[-1]["content"]), *_texts(message["content"])]
+            found[-1] = {"role": role, "content": _content(texts)}
+        else:
+            found.append({**message, "role": role})
+    return found
 
 
 def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:

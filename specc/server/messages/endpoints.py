@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -9,6 +11,7 @@ from specc.server.config import ServeConfig
 from specc.server.endpoints import Chat, Endpoints
 from specc.server.errors import JSON, ApiError, bad_request
 from specc.server.messages.answer import MessageAnswer
+from specc.server.messages.conversation import with_early_system
 from specc.server.messages.request import MessagesBody, read_request
 from specc.server.protocol import ChatRequest, parse
 
@@ -56,9 +59,18 @@ class MessageEndpoints:
 
         def read(body: bytes) -> tuple[MessagesBody, Chat]:
             wanted = read_request(self._endpoints.parse_body(body), unknown, is_count)
-            return wanted, self._endpoints.read_chat(parse(ChatRequest, wanted.chat, unknown))
+            try:
+                return wanted, self._chat_of(wanted.chat)
+            except ApiError as error:
+                messages = with_early_system(wanted.chat["messages"])
+                if error.param != "messages" or messages == wanted.chat["messages"]:
+                    raise
+            return wanted, self._chat_of(wanted.chat | {"messages": messages})
 
         return await self._endpoints.in_thread(request, read, is_chat=True)
+
+    def _chat_of(self, chat: dict[str, Any]) -> Chat:
+        return self._endpoints.read_chat(parse(ChatRequest, chat, self._endpoints.unknown))
 
 
 def no_batches() -> ApiError:

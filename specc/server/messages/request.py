@@ -97,14 +97,21 @@ def _check_fields(given: Mapping[str, Any], kind: str, unknown: UnknownFields) -
         elif name in names(kind):
             if name in ("messages", "system", "tools", "stop_sequences"):
                 continue  # lists, of which each element is looked at
-            if name == "thinking" and object_at(value, name).get("type") == "between_tools":
-                raise bad_request(
-                    "thinking.type='between_tools'", "enabled, adaptive or disabled",
-                    "choose one of them", "thinking.type",
-                )  # fmt: skip
+            if name == "thinking":
+                value = _shown_thinking(object_at(value, name))
             check_field(kind, name, whole(value))
         elif name not in known and name not in _OF_CHATS and name not in _IGNORED:
             note(unknown, name)
+
+
+def _shown_thinking(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said about thinking, checked but for the ways to show it, which become more."""
+    if value.get("type") == "between_tools":
+        raise bad_request(
+            "thinking.type='between_tools'", "enabled, adaptive or disabled",
+            "choose one of them", "thinking.type",
+        )  # fmt: skip
+    return {k: v for k, v in value.items() if k != "display" or not isinstance(v, str)}
 
 
 def _check_edits(value: Any) -> None:
@@ -169,10 +176,10 @@ def _tool(tool: Any, place: str, unknown: UnknownFields) -> dict[str, Any]:
             f"{place}.type",
         )
     check("ToolParam", fields, place, unknown)
-    if fields.get("defer_loading") or fields.get("allowed_callers", ["direct"]) != ["direct"]:
+    if fields.get("allowed_callers", ["direct"]) != ["direct"]:
         raise bad_request(
-            f"{place} with defer_loading or allowed_callers",
-            "tools that the model itself calls, from the beginning", "leave them out", place,
+            f"{place} with allowed_callers", "tools that the model itself calls", "leave them out",
+            place,
         )  # fmt: skip
     if "input_examples" in fields:
         note(unknown, "input_examples", place)

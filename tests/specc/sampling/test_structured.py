@@ -39,6 +39,8 @@ WRONG = {
     "properties-of-a-regex": {"regex": "a", "disable_additional_properties": True},
     "a-regex-that-is-lenient": {"regex": "a", "lenient": True},
     "lenient-is-no-switch": {"json_object": True, "lenient": 1},
+    "openings-are-a-string": {"regex": "a", "free_openings": "ab"},
+    "empty-opening": {"regex": "a", "free_openings": ["b", ""]},
     "white-space-is-no-text": {"json_object": True, "whitespace_pattern": 3},
 }  # fmt: skip
 
@@ -74,6 +76,7 @@ def test_keys_tell_grammars_apart() -> None:
         StructuredOutputsParams(json_object=True, disable_additional_properties=False),
         StructuredOutputsParams(json_object=True, lenient=True),
         StructuredOutputsParams(regex="a"),
+        StructuredOutputsParams(regex="a", free_openings=["b"]),
         StructuredOutputsParams(grammar="a"),
         StructuredOutputsParams(choice=["a"]),
         StructuredOutputsParams(choice=["a", "b"]),

@@ -97,6 +97,7 @@ def scripted_engine(
     plan: Sequence[int] = (1,) * 8,
     positions: int = POSITIONS,
     script_type: type[Script] = Script,
+    max_num_seqs: int = 3,
 ) -> tuple[Engine, Script]:
     """An engine with plans off and `plan`, and what it says."""
     engine = build_engine(
@@ -104,6 +105,7 @@ def scripted_engine(
         max_seq_len=positions,
         draft_positions=positions,
         block_size=16,
+        max_num_seqs=max_num_seqs,
         prefill_chunk=512,
     )
     tokenizer = byte_tokenizer()

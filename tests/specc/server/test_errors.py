@@ -238,7 +238,8 @@ def test_a_body_that_does_not_come(server) -> None:
 
 
 def test_other_types_paths_and_methods(server) -> None:
-    answer = server.post(COMPLETIONS, content=b'{"prompt": "ab"}')
+    headers = {"content-type": "text/plain"}
+    answer = server.post(COMPLETIONS, content=b'{"prompt": "ab"}', headers=headers)
     assert_error(answer, 415, "application/json")
     assert_error(server.get("/v1/nothing"), 404)
     assert_error(server.get("/../../etc/passwd"), 404)

@@ -11,8 +11,9 @@ import pytest
 
 from specc.server.errors import ApiError
 from specc.server.forced_calls import arguments_schema, calls_grammar, calls_schema
-from tests.specc.server.scripted import Script, serve_scripted
-from tests.specc.server.serving import MODEL, Server, assert_error
+from specc.server.parsers.formats import CALL_FORMATS
+from tests.specc.server.scripted import TEMPLATE, Script, scripted_engine, serve_scripted
+from tests.specc.server.serving import MODEL, Server, assert_error, serve
 from tests.specc.server.test_tools import CHATS, NOW, USER, calls_of, say
 
 pytest.importorskip("llguidance")
@@ -67,6 +68,50 @@ def test_arguments_of_one_tool(rig) -> None:
         assert calls_of(choice.message) == [("pick", '{"one": "b"}')]
         # as OpenAI's: who names the tool knows that it is called
         assert (choice.message.content or None, choice.finish_reason) == (None, "stop")
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {
+    "type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}}}  # fmt: skip
+
+
+def test_a_form_beside_calls_is_that_of_answers(rig) -> None:
+    """As instructor sends it with OpenAI's Responses: an output of calls has no answer."""
+    server, script = rig
+    say(script, '{"one": "b"}', tools=(PICK, NOW))
+    wanted = {"tools": [PICK, NOW], "tool_choice": NAMED, "response_format": FORM}
+    for choice in both(server, **wanted):
+        assert calls_of(choice.message) == [("pick", '{"one": "b"}')]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "internlm", "gigachat3"])
+def test_an_answer_has_its_form_where_the_model_may_call(parser: str) -> None:
+    """What calls begin with is one special token, two, and text with one in it."""
+    engine, script = scripted_engine()
+    engine.tokenizer.add_special_tokens(["<|action_start|>", "<|plugin|>", "<|role_sep|>"])
+    engine.vocab_size = engine.tokenizer.get_vocab_size()
+    options = {"enable_auto_tool_choice": True, "tool_call_parser": parser}
+    call = json.dumps({"name": "pick", "arguments": {"one": "b"}})
+    opening = CALL_FORMATS[parser].opening
+    wanted: dict[str, Any] = {"tools": [PICK, NOW], "response_format": FORM}
+    with serve(engine, TEMPLATE, plan="chain-8", **options) as server:
+        say(script, '{"x": 5}', tools=(PICK, NOW))
+        for choice in both(server, **wanted):
+            assert (choice.message.content, choice.finish_reason) == ('{"x": 5}', "stop")
+            assert not choice.message.tool_calls
+        # anything may follow, another marker and text too
+        say(script, f"{opening}{call}{CALL_FORMATS[parser].closing}<think> So.", tools=(PICK, NOW))
+        for choice in both(server, **wanted):
+            assert calls_of(choice.message) == [("pick", '{"one": "b"}')]
+            assert choice.finish_reason == "tool_calls"
+            assert "So." in choice.message.content
+        say(script, f"I say: {opening}{call}", tools=(PICK, NOW))
+        answer = server.client.chat.completions.create(
+            model=MODEL, messages=[USER], temperature=1e5, seed=1, n=6, max_tokens=20,
+            logprobs=True, **wanted,
+        )  # fmt: skip
+        firsts = {choice.logprobs.content[0].token for choice in answer.choices}
+        begin = engine.tokenizer.encode(opening).ids[:1]
+        assert firsts <= {"{", engine.tokenizer.decode(begin, skip_special_tokens=False)}, firsts
 
 
 def test_whatever_the_model_would_rather_say(rig) -> None:
@@ -221,8 +266,7 @@ def test_schemas_that_are_too_long() -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"response_format": {"type": "json_object"}}, "tool_choice", ["one of the two"]),
-        ({"guided_regex": "a"}, "tool_choice", ["one of the two"]),
+        ({"guided_regex": "(", "guided_choice": ["a"]}, "guided_choice", ["different"]),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": 5}}}]},
          None, ["llguidance"]),
     ],

@@ -282,7 +282,6 @@ AUTO = {"tools": [ADD]}
         (AUTO | {"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice",
          ["'sub'", "one of add"]),
         ({"tool_choice": "required"}, "tool_choice", ["without tools"]),
-        (AUTO | {"response_format": {"type": "json_object"}}, "tools", ["form"]),
         (AUTO | {"parallel_tool_calls": 1}, "parallel_tool_calls", []),
         ({"documents": ["a"]}, "documents.0", []),
     ],
@@ -317,6 +316,10 @@ def test_a_server_that_does_not_look_for_calls() -> None:
         assert choice["message"]["function_call"] is None
     body = {"messages": [USER]} | AUTO
     options = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    with serve(template=TEMPLATE, **options | {"tool_call_parser": "llama3_json"}) as server:
+        # nothing tells a call without a marker from an answer
+        form = {"response_format": {"type": "json_object"}}
+        assert_error(server.post(CHATS, body | form), 400, "llama3_json", param="tools")
     with serve(template="{{ messages[0].content }}", **options) as server:
         assert_error(server.post(CHATS, body), 400, "does not read them", param="tools")
         assert_error(server.post("/v1/completions", {"prompt": "a"} | AUTO), 400, param="tools")

@@ -67,7 +67,11 @@ def test_bad_requests(server, path: str) -> None:
     check(server.post(path, content=b"[" * 5000, headers=headers), 400, "JSON")
     check(server.post(path, content=b"[1]", headers=headers), 400, "JSON array")
     check(server.post(path, content=b"\xff", headers=headers), 400, "UTF-8")
-    check(server.post(path, content=b"{}"), 415, "application/json")
+    check(
+        server.post(path, content=b"{}", headers={"Content-Type": "text/plain"}),
+        415,
+        "application/json",
+    )
     check(server.post(path, content=b" " * 30_000, headers=headers), 413, "20000 bytes")
     check(server.get(path), 405, "POST")
     old = {"Anthropic-Version": "2023-01-01"}

@@ -12,7 +12,7 @@ import pytest
 from specc.runtime.requests.chat_template import ChatTemplate
 from tests.specc.server.messages.events import check_order, events_of
 from tests.specc.server.scripted import AGENT, TEMPLATE, Script, serve_scripted
-from tests.specc.server.serving import MODEL, Server
+from tests.specc.server.serving import MODEL, Server, assert_error
 from tests.specc.server.test_tools import ADD, ARGUMENTS, CALL, OTHER, TEXT, USER
 
 PATH = "/v1/messages"
@@ -27,6 +27,12 @@ SHORT = (
     "{{ m.reasoning_content }}|{{ m.content }}|{% for c in m.tool_calls %}{{ c.id }}"
     "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}"
     "{% endfor %}>"
+)
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and loop.index0 %}"
+    "{{ raise_exception('no system there') }}{% endif %}{{ m | tojson }}{% endfor %}>"
 )
 
 
@@ -149,6 +155,21 @@ def test_an_answer_that_was_begun(rig) -> None:
         script.set(" end", "[user]hi[assistant]The")
         answer = client(other).messages.create(model=MODEL, messages=[USER, begun], max_tokens=9)  # type: ignore[list-item]
         assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": " end"}]
+
+
+def test_instructions_where_the_template_refuses_them(rig) -> None:
+    """As Claude Code has them, behind the first question: a user's words then."""
+    turns: list[Any] = [USER, {"role": "system", "content": "Be brief."}]
+    merged = [{"type": "text", "text": turn["content"]} for turn in turns]
+    with serve_scripted(STRICT) as (other, script):
+        wanted = [{"role": "user", "content": merged}]
+        say(script, "Yes.", *wanted, tools=(), source=STRICT)
+        create: Any = client(other).messages.create
+        answer = create(model=MODEL, messages=turns, max_tokens=9)
+        assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": "Yes."}]
+        # a chat is rendered as transformers does it
+        chat = other.post("/v1/chat/completions", {"messages": turns})
+        assert_error(chat, 400, "refuses: no system there")
 
 
 def test_stop_sequences(rig) -> None:

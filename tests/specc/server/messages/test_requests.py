@@ -9,6 +9,7 @@ import pytest
 
 from specc.server.errors import ApiError
 from specc.server.fields import UnknownFields
+from specc.server.messages.conversation import with_early_system
 from specc.server.messages.request import read_request
 from specc.server.protocol import ChatRequest, parse
 
@@ -95,7 +96,13 @@ def test_instructions() -> None:
     assert turns_of(USER, system="S")[0] == {"role": "system", "content": "S"}
     assert turns_of(USER, system="") == turns_of(USER, system=[]) == [USER]
     later = {"role": "system", "content": [text("T")]}
-    assert turns_of(USER, later, USER) == [USER, {"role": "system", "content": "T"}, USER]
+    turns = turns_of(USER, later, USER, system="S")
+    assert turns[1:] == [USER, {"role": "system", "content": "T"}, USER]
+    assert with_early_system(turns) == [
+        turns[0], {"role": "user", "content": [text("hi"), text("T"), text("hi")]},
+    ]  # fmt: skip
+    answers = turns_of(USER, {"role": "assistant", "content": "a"}, later)
+    assert with_early_system(answers) == [*answers[:2], {"role": "user", "content": "T"}]
 
 
 def test_an_answer_that_was_begun_goes_on() -> None:
@@ -131,6 +138,21 @@ def test_tools_and_the_choice_among_them(choice: Any, want: dict[str, Any]) -> N
     assert {name: found[name] for name in names if name in found} == want
 
 
+def test_tools_that_a_search_has_found() -> None:
+    """As Claude Code has it: those that a request has are all there, and an answer names some."""
+    reference = {"type": "tool_reference", "tool_name": "add"}
+    found = chat(
+        USER,
+        {"role": "assistant", "content": [use("search")]},
+        {"role": "user", "content": [result([text("found"), reference])]},
+        tools=[TOOL | {"defer_loading": True}],
+    )
+    assert [tool["function"]["name"] for tool in found["tools"]] == ["add"]
+    assert found["messages"][-1]["content"] == [text("found"), text("add")]
+    with pytest.raises(ApiError, match="'tool_reference'"):
+        chat({"role": "user", "content": [reference]})
+
+
 def test_what_a_chat_has_by_another_name() -> None:
     found = chat(
         max_tokens=7.0, stop_sequences=["a"], stream=True, temperature=0.5, top_k=3,
@@ -143,9 +165,13 @@ def test_what_a_chat_has_by_another_name() -> None:
         "top_k": 3, "chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "low",
         "messages": [USER],
     }  # fmt: skip
-    thinks = [{"type": "adaptive", "display": "omitted"}, {"type": "disabled"}]
+    # Claude Code's `updates` is newer than the package
+    thinks: list[dict[str, Any]] = [
+        *({"type": "adaptive", "display": display} for display in ("omitted", "updates")),
+        {"type": "disabled"},
+    ]
     assert [chat(thinking=t)["chat_template_kwargs"]["enable_thinking"] for t in thinks] == [
-        True, False,
+        True, True, False,
     ]  # fmt: skip
     schema = {"type": "object"}
     found = chat(output_config={"format": {"type": "json_schema", "schema": schema}})
@@ -191,6 +217,7 @@ def test_what_a_chat_has_by_another_name() -> None:
         ({"thinking": {"type": "between_tools"}}, "between_tools"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "x"}}, "thinking.type"),
+        ({"thinking": {"type": "adaptive", "display": 5}}, "thinking.display"),
         ({"thinking": "on"}, "thinking"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"metadata": {"user_id": 5}}, "metadata.user_id"),
@@ -200,7 +227,6 @@ def test_what_a_chat_has_by_another_name() -> None:
         ({"tools": [{"name": "a"}]}, "tools.0.input_schema"),
         ({"tools": [{"name": "a", "input_schema": []}]}, "tools.0.input_schema"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "web_search_20250305"),
-        ({"tools": [TOOL | {"defer_loading": True}]}, "defer_loading"),
         ({"tools": [TOOL | {"allowed_callers": ["code_execution_20260120"]}]}, "allowed_callers"),
         ({"tools": [TOOL | {"name": "a b"}]}, "tools.0"),
     ],
