@@ -197,8 +197,9 @@ def _automatic(
             "tools",
         )
     max_calls = 1 if wanted.parallel_tool_calls is False else None
-    use = ToolUse(tools, CALL_FORMATS[config.tool_call_parser], max_calls)
-    return replace(use, free_openings=_openings_of(use.form, config)) if has_form(wanted) else use
+    form = CALL_FORMATS[config.tool_call_parser]
+    openings = _openings_of(form, config) if has_form(wanted) else ()
+    return ToolUse(tools, form, max_calls, free_openings=openings)
 
 
 def _openings_of(form: CallFormat, config: ServeConfig) -> tuple[str, ...]:
