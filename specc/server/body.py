@@ -26,6 +26,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # headers, one of which at least comes with whatever a page posts
 _OF_BROWSERS = frozenset(("origin", "sec-fetch-site"))
+# what `curl -d` says, whatever it sends
+_OF_CURL = "application/x-www-form-urlencoded"
 # bytes a second of a body that comes for longer than its timeout
 _MIN_RATE = 1 << 10
 # largest bodies that may be in memory at a time; short ones are not counted
@@ -65,9 +67,10 @@ async def read_body(request: Request, config: ServeConfig) -> AsyncIterator[byte
     """
     given = request.headers.get("content-type")
     media_type = (given or "").partition(";")[0].strip().lower()
-    # some clients name no type; a page of another origin can do so too, but its browser tells
     is_json = media_type == "application/json" or media_type.endswith("+json")
-    if not is_json and (given is not None or not _OF_BROWSERS.isdisjoint(request.headers)):
+    # a page of another origin can send these types, too, but then its browser tells
+    is_trusted = given is None or media_type == _OF_CURL
+    if not is_json and not (is_trusted and _OF_BROWSERS.isdisjoint(request.headers)):
         raise ApiError(
             415,
             f"The body is of type {shorten(media_type) or 'unknown'}; expected application/json."

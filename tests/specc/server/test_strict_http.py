@@ -237,9 +237,10 @@ def test_a_page_of_another_origin_cannot_post(server) -> None:
         answer = server.post("/v1/completions", content=BODY, headers=headers)
         assert answer.status_code == 415
     # a script can leave the type out; what the browser adds is not the script's to leave out
-    for headers in ({"origin": "null"}, {"sec-fetch-site": "cross-site"}):
-        answer = server.post("/v1/completions", content=BODY, headers=headers)
-        assert answer.status_code == 415
+    for told in ({"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+        for headers in (told, told | {"content-type": "application/x-www-form-urlencoded"}):
+            answer = server.post("/v1/completions", content=BODY, headers=headers)
+            assert answer.status_code == 415
     ask = {"origin": "http://evil.example", "access-control-request-method": "POST"}
     answer = server.http.options(f"{server.base}/v1/completions", headers=ask)
     assert answer.status_code == 405
@@ -248,8 +249,10 @@ def test_a_page_of_another_origin_cannot_post(server) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/completion", "/api/generate"])
 def test_a_body_without_a_type_is_json(server, path: str) -> None:
-    """As litellm sends them to Ollama."""
+    """As litellm sends them to Ollama; curl, unless it is told, takes all for a form."""
     body = b'{"model": "tiny", "prompt": "ab", "raw": true, "stream": false}'
     assert server.post(path, content=body).status_code == 200
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    assert server.post(path, content=body, headers=form).status_code == 200
     answer = server.post(path, content=body, headers={"content-type": "text/plain"})
     assert answer.status_code == 415
