@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 
+from specc.errors import EngineError
 from specc.runtime.drafters.host_drafts import HostDrafts
 from specc.runtime.policies.base import Policy
 from specc.runtime.scheduling.batch import Batch, RunResult
@@ -82,6 +83,14 @@ def commit_steps(
             host_drafts.observe(group.plan, group.requests, group.extra, step)
         for i, request in rows:
             num_accepted = step.num_accepted[i]
+            cache_len = request.cache_len + num_accepted + 1
+            if not 0 <= num_accepted <= group.plan.max_depth or step.next_cache_len[i] != cache_len:
+                raise EngineError(
+                    f"a step of plan {group.plan.name} that has accepted {num_accepted} tokens, and"
+                    f" went from {request.cache_len} to {step.next_cache_len[i]}",
+                    f"0 to {group.plan.max_depth}, and one more in the cache",
+                    "compile the engine again",
+                )
             tokens = step.output_tokens[i][: num_accepted + 1]
             num_emitted = request.append(tokens, scores[i] if scores else None)
             request.cache_len = step.next_cache_len[i]

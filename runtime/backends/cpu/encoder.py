@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from specc.artifact.graph_operators import python_name
+from specc.errors import EngineError
 from specc.kernels.native_calls import CODES
 from specc.runtime.backends.cpu.native_calls import (
     checked,
@@ -89,7 +90,7 @@ class Encoder:
         """
         name = name_of(node.target)
         if name == "operator.getitem" and isinstance(self.slots.get(node.args[0]), list):  # type: ignore[arg-type]
-            self.slots[node] = self.slots[node.args[0]][node.args[1]]  # type: ignore[arg-type, index]
+            self.slots[node] = self._part(node)
             if node.args[0] in self.static:
                 self.static.add(node)
         elif name == "aten.sym_size.int":
@@ -105,6 +106,19 @@ class Encoder:
             self.static.add(node)
         else:
             self._operator(node, may_be_static)
+
+    def _part(self, node: fx.Node) -> int:
+        """The slot of one of the results of an operator."""
+        parts: Any = self.slots[node.args[0]]  # type: ignore[index]
+        index = node.args[1]
+        if not isinstance(index, int) or not 0 <= index < len(parts):
+            raise EngineError(
+                f"{node.name}: result {str(index)[:40]} of an operator that has {len(parts)}",
+                "a graph that this version of specc has written",
+                "compile the engine again",
+            )
+        found: int = parts[index]
+        return found
 
     def _operator(self, node: fx.Node, may_be_static: bool) -> None:
         target: Any = node.target
