@@ -205,7 +205,7 @@ def test_what_ships(capability: int) -> None:
     items = {module: aot.items(module, capability) for module in aot.MODULES}
     has = {name for name, own in items.items() if any(item.is_dependent for item in own)}
     products = {name for name in aot.MODULES if "add_norm" in name or name.startswith("embed")}
-    products.add("skinny_linear")
+    products |= {"skinny_linear", "linear_q_fragments"}
     ends = {"accept_walk", "rows", "trees", "leave_step"}
     attends = {"attend", *(["attend_few"] if capability == 90 else [])}
     assert has == (products | attends | ends if capability >= 90 else set())

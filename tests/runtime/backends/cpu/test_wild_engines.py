@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+
 import pytest
 
 from specc.config import CompileConfig

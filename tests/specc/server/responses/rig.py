@@ -23,6 +23,7 @@ from specc.server.protocol import ChatRequest, parse
 from specc.server.responses.answer import Place, ResponseAnswer
 from specc.server.responses.request import read_request
 from specc.server.responses.store import ResponseStore
+from specc.server.tool_counts import ToolCounts
 from specc.server.tools import read_tools
 from specc.speculation.metrics import SpecStats
 from tests.specc.server.scripted import byte_tokenizer
@@ -54,7 +55,7 @@ def answer_of(
     wanted = read_request({"input": "hi", "tools": TOOLS} | body, unknown)
     chat: ChatRequest = wanted.chat([{"role": "user", "content": "hi"}], unknown, 1000)
     use = read_tools(chat, config, reads_tools=True)
-    reader = _Numbered(config, chat, "A", use)
+    reader = _Numbered(config, chat, "A", use, ToolCounts())
     tokenizer = byte_tokenizer()
     place = Place(store or ResponseStore(8, 1 << 20), {}, b"me", b"[]", None)
     asked = wanted.asked("m", 1.0, 1.0, True)
