@@ -86,10 +86,10 @@ def commit_steps(
             cache_len = request.cache_len + num_accepted + 1
             if not 0 <= num_accepted <= group.plan.max_depth or step.next_cache_len[i] != cache_len:
                 raise EngineError(
-                    f"a step of plan {group.plan.name} that accepted {num_accepted} tokens and set the"
-                    f" length of the cache from {request.cache_len} to {step.next_cache_len[i]}",
-                    f"0 to {group.plan.max_depth} accepted tokens, and a cache that is longer by one"
-                    " more than these",
+                    f"a step of plan {group.plan.name} that accepted {num_accepted} tokens and set"
+                    f" the cache's length from {request.cache_len} to {step.next_cache_len[i]}",
+                    f"0 to {group.plan.max_depth} accepted tokens, and a cache that is longer by"
+                    " one more than these",
                     "compile the engine again",
                 )
             tokens = step.output_tokens[i][: num_accepted + 1]
