@@ -12,12 +12,12 @@ import os
 import sys
 from collections import Counter
 
-from tests import attackers, door_attackers
+from tests import api_attackers, attackers
 from tests.attackers import Attack
 
 ATTACKS: dict[str, type[Attack]] = {
     kind.name: kind
-    for module in (attackers, door_attackers)
+    for module in (attackers, api_attackers)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Attack) and kind.name
 }

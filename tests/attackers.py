@@ -164,7 +164,7 @@ class Templates(Attack):
 
 
 class Connections(Attack):
-    """More connections than a process may have files: idle ones, slow ones, deaf ones."""
+    """More connections than a process may have files: idle, slow, and those that never read."""
 
     name, num_workers = "connections", 1100
     num_new_per_s = 400
@@ -174,7 +174,7 @@ class Connections(Attack):
         await super().run()
 
     async def _work(self, index: int) -> None:
-        deed = (self._idle, self._slow_head, self._slow_body, self._deaf)[index % 4]
+        deed = (self._idle, self._slow_head, self._slow_body, self._slow_read)[index % 4]
         while True:
             # one after the other, at a rate that one machine can have
             self._num_made += 1
@@ -202,7 +202,7 @@ class Connections(Attack):
         writer.write(data[:200])
         await self._send_slowly(writer, data[200:])
 
-    async def _deaf(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _slow_read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # a large answer that costs the engine nothing
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         for _ in range(120):
@@ -297,10 +297,10 @@ class Bodies(Streams):
                 await asyncio.sleep(1.0)
 
 
-class Deaf(Streams):
+class SlowRead(Streams):
     """Streams with many log probabilities that nobody reads."""
 
-    name, num_workers = "deaf", 4
+    name, num_workers = "slow-read", 4
     body: ClassVar[dict[str, Any]] = {"prompt": "a", "n": 2, "logprobs": 20, "max_tokens": 60}
 
     async def _read(self, reader: asyncio.StreamReader, work: asyncio.Future[None]) -> bytes:

@@ -35,7 +35,7 @@ class LoadFigures:
 
 
 @dataclass(frozen=True)
-class Door:
+class Address:
     """A server, and the keys that it asks for."""
 
     base: str
@@ -50,7 +50,7 @@ class Door:
 
 
 def run_load(
-    door: Door,
+    address: Address,
     bodies: Sequence[dict[str, Any]],
     texts: Sequence[str],
     files: Sequence[str],
@@ -69,15 +69,15 @@ def run_load(
         every_s: seconds between two reloads.
         sleeps: after each of them the engine sleeps, and wakes.
     """
-    user = {"Authorization": f"Bearer {door.user}"}
-    admin = {"Authorization": f"Bearer {door.admin}"}
+    user = {"Authorization": f"Bearer {address.user}"}
+    admin = {"Authorization": f"Bearer {address.admin}"}
     found, client = LoadFigures(), httpx.Client(timeout=300, trust_env=False)
 
     def ask(number: int) -> None:
         kind = number % len(bodies)
         while True:
             begin_s = time.perf_counter()
-            answer = client.post(f"{door.base}/v1/completions", json=bodies[kind], headers=user)
+            answer = client.post(f"{address.base}/v1/completions", json=bodies[kind], headers=user)
             if answer.status_code == 503 and sleeps:
                 assert int(answer.headers["Retry-After"]) >= 1
                 found.num_refused += 1
@@ -90,7 +90,7 @@ def run_load(
             return
 
     def tell(path: str, **options: Any) -> None:
-        answer = client.post(f"{door.base}{path}", headers=admin, **options)
+        answer = client.post(f"{address.base}{path}", headers=admin, **options)
         assert answer.status_code == 200, answer.text
 
     begin_s, names = time.perf_counter(), itertools.cycle(files)
@@ -105,13 +105,13 @@ def run_load(
             found.reload_s.append(time.perf_counter() - reload_s)
             found.num_reloads += 1
             if sleeps:
-                before = door.resident()
+                before = address.resident()
                 tell("/sleep")
-                asleep = client.get(f"{door.base}/is_sleeping").json()
+                asleep = client.get(f"{address.base}/is_sleeping").json()
                 assert asleep == {"is_sleeping": True}
-                resident = door.resident()
+                resident = address.resident()
                 tell("/wake_up")
-                found.rss_bytes.append((before, resident, door.resident()))
+                found.rss_bytes.append((before, resident, address.resident()))
                 found.num_sleeps += 1
         for job in jobs:
             job.result()

@@ -80,7 +80,7 @@ KINDS = {facts.kind for facts in ALL} - {"self", "lookup"} | set(BIAS_KINDS)
 # words of other programs, and of other protocols
 _OTHER_WORDS = (
     "specc/bench/peers/", "specc/bench/rounds.py", "specc/server/protocol.py",
-    "specc/server/other_doors/",
+    "specc/server/native_apis/",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """One engine for many callers: a thread that moves all requests on, and updates that go back.
 
-Callers hand requests in from any thread and get each one's tokens through a callback. Every door
-of specc stands on this: the HTTP server, and the model of the Triton Inference Server.
+Callers hand requests in from any thread and get the tokens of each by a callback. All endpoints
+stand on this: the HTTP server, and the model of the Triton Inference Server.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ from specc.server.load import CountsRequests
 from specc.server.memory import memory_kept_low
 from specc.server.messages.endpoints import MessageEndpoints, no_batches
 from specc.server.metrics import ServeMetrics
+from specc.server.native_apis.routes import add_native_apis
 from specc.server.openapi import (
     describe,
     message_body,
@@ -51,7 +52,6 @@ from specc.server.openapi import (
     request_body,
 )
 from specc.server.origins import with_origins
-from specc.server.other_doors.routes import add_other_doors
 from specc.server.plain_requests import MESSAGES, PlainRequests
 from specc.server.protocol import ChatRequest, CompletionRequest
 from specc.server.responses.routes import Responses, add_routes
@@ -121,7 +121,7 @@ def create_app(
     app.state.responses = responses.store
     add_routes(app, responses, _guarded)
     _add_token_routes(app, Tokenizing(endpoints, template))
-    add_other_doors(app, endpoints, config, template)
+    add_native_apis(app, endpoints, config, template)
     admin.add_admin_routes(app, service, config)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(SpeccError, _on_specc_error)

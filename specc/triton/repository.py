@@ -173,5 +173,5 @@ def start_command(repository: Path, backends: Path | None) -> Sequence[str]:
     command = ["tritonserver", f"--model-repository={os.path.abspath(repository)}"]
     if backends is not None:
         command.append(f"--backend-directory={os.path.abspath(backends)}")
-    command += [f"--{door}-address=127.0.0.1" for door in ("http", "grpc", "metrics")]
+    command += [f"--{service}-address=127.0.0.1" for service in ("http", "grpc", "metrics")]
     return command

@@ -1,4 +1,4 @@
-"""Run in the clients' environment: aiperf, a few requests at a time at each door that it knows."""
+"""Run in the clients' environment: aiperf, a few requests at a time to each of its endpoints."""
 
 import json
 import os

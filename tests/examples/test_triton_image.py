@@ -70,8 +70,8 @@ def test_what_is_copied_is_the_whole_package() -> None:
 def test_addresses_and_health() -> None:
     command = json.loads(re.search(r"^CMD (\[.*\])$", "\n".join(instructions()), re.M)[1])
     assert command[0] == "tritonserver"
-    for door, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
-        assert f"--{door}-address=0.0.0.0" in command
+    for service, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        assert f"--{service}-address=0.0.0.0" in command
         assert re.search(rf"^EXPOSE .*\b{port}\b", TEXT, re.MULTILINE)
         assert f"-p 127.0.0.1:{port}:{port}" in DOCS
     (check,) = [line for line in instructions() if line.startswith("HEALTHCHECK")]

@@ -22,7 +22,7 @@ from typing import Any
 from specc.percentile import percentile
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
-from tests.reload_load import Door, LoadFigures, run_load
+from tests.reload_load import Address, LoadFigures, run_load
 
 WORDS = (
     "def read_",
@@ -100,8 +100,10 @@ def main() -> None:
     files = sorted(path.name for path in Path(args.weights).glob("*.safetensors"))
     process, base = start(args.engine, args.weights)
     try:
-        door = Door(base, "user", "operator", process.pid)
-        found = run_load(door, bodies, texts, files, args.requests, args.every, sleeps=args.sleeps)
+        server = Address(base, "user", "operator", process.pid)
+        found = run_load(
+            server, bodies, texts, files, args.requests, args.every, sleeps=args.sleeps
+        )
     finally:
         process.terminate()
         process.wait(60)

@@ -1,4 +1,4 @@
-"""A checkpoint's own defaults of sampling, behind every door: taken where a request says nothing.
+"""A checkpoint's own defaults of sampling, at every endpoint: taken where a request says nothing.
 
 `top_k` 1 leaves one token, so that drawing gives what transformers draws, too.
 """

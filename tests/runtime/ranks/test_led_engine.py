@@ -172,7 +172,7 @@ def test_compiled_programs(cpu_path: Path, load_led) -> None:
 
 
 def test_a_service_over_a_led_engine(alone: Engine, led: Engine) -> None:
-    """The servers' door: the same tokens, and nothing of it knows of the ranks."""
+    """What servers call: the same tokens, and nothing of it knows of the ranks."""
     prompt = models.prompts()[2]
     given = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     (wanted,) = LLM(alone, plan="tree-3-2-1").generate([prompt], given)

@@ -49,7 +49,7 @@ class TritonServer:
             f"--backend-config=python,shm-region-prefix-name={self._prefix}",
             "--model-control-mode=explicit",
             *(f"--load-model={model}" for model in models),
-            *(f"--{door}-address=127.0.0.1" for door in ("http", "grpc", "metrics")),
+            *(f"--{service}-address=127.0.0.1" for service in ("http", "grpc", "metrics")),
             f"--http-port={self.http}",
             f"--grpc-port={self.grpc}",
             f"--metrics-port={self.metrics_port}",

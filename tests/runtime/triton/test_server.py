@@ -250,11 +250,11 @@ def assert_cancelled(server, first_response, leave):
     assert server.metrics()["generation_tokens_total"] - before < LONG
 
 
-def post_by_hand(server, door: str, body: dict[str, Any]) -> socket.socket:
+def post_by_hand(server, path: str, body: dict[str, Any]) -> socket.socket:
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.http), timeout=20)
     head = (
-        f"POST /v2/models/specc/{door} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        f"POST /v2/models/specc/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     connection.sendall(head.encode() + data)
     return connection

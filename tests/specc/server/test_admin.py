@@ -15,7 +15,7 @@ from specc.errors import ConfigError
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.server.admin_options import Admin
-from tests.reload_load import Door, LoadFigures, run_load
+from tests.reload_load import Address, LoadFigures, run_load
 from tests.runtime.draft_pair import PARAMS, Pair, make_pair
 from tests.specc.server.serving import Server, serve, wait_for
 
@@ -193,8 +193,8 @@ def under_load(
         texts = [output.outputs[0].text for output in solo.generate(prompts, PARAMS)]
     bodies = [BODY | {"prompt": prompt} for prompt in prompts]
     files = ["right.safetensors", "wrong.safetensors"]
-    door = Door(server.base, "user", "operator")
-    found = run_load(door, bodies, texts, files, num_requests, every_s, sleeps=sleeps)
+    address = Address(server.base, "user", "operator")
+    found = run_load(address, bodies, texts, files, num_requests, every_s, sleeps=sleeps)
     server.wait_until_idle()
     assert found.num_requests == num_requests
     return found

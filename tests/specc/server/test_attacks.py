@@ -9,11 +9,11 @@ import pytest
 
 from specc.api import compile_with
 from specc.config import CompileConfig
+from tests.api_attackers import Operators
 from tests.attack import check, ordinary, run_attacks
 from tests.attack_figures import Answered, Figures
 from tests.attack_process import ATTACKS
 from tests.attackers import Connections, chained_rules, chained_schema, request
-from tests.door_attackers import Operators
 
 PAIR = Path(__file__).resolve().parents[3] / "examples" / "pair"
 

@@ -13,8 +13,8 @@ import anthropic
 import pytest
 from anthropic.types.shared import ErrorResponse
 
+from tests.api_attackers import Messages
 from tests.attackers import ask
-from tests.door_attackers import Messages
 from tests.specc.server.messages.test_messages import client
 from tests.specc.server.serving import (
     MODEL,

@@ -263,11 +263,11 @@ def test_a_stream_that_nobody_reads_keeps_nobody_up(server: Any) -> None:
     body = json.dumps(BODY | {"stream": True, "max_output_tokens": 80, "ignore_eos": True}).encode()
     head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    deaf = [socket.create_connection((host, int(port))) for _ in range(4)]
-    for connection in deaf:
+    stalled = [socket.create_connection((host, int(port))) for _ in range(4)]
+    for connection in stalled:
         connection.sendall(request)
     assert server.post(PATH, BODY).status_code == 200
-    for connection in deaf:
+    for connection in stalled:
         connection.close()
     server.wait_until_idle()
     wait_for(lambda: not server.service.num_open, "streams are left")

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from specc.sampling.params import MAX_LOGPROBS
 from specc.server.endpoints import Endpoints, blaming
 from specc.server.errors import bad_request
-from specc.server.other_doors.llama_answer import LlamaAnswer
-from specc.server.other_doors.options import (
+from specc.server.native_apis.llama_answer import LlamaAnswer
+from specc.server.native_apis.options import (
     NEUTRAL,
     NO_EFFECT,
     Count,

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from specc.server.endpoints import Chat, Endpoints, blaming
 from specc.server.errors import JSON, bad_request
 from specc.server.fields import Fields
-from specc.server.other_doors.ollama_answer import OllamaAnswer, now, said_fields
-from specc.server.other_doors.options import (
+from specc.server.native_apis.ollama_answer import OllamaAnswer, now, said_fields
+from specc.server.native_apis.options import (
     NEUTRAL,
     NO_EFFECT,
     Count,

@@ -1,4 +1,4 @@
-"""What attacks the doors beside /v1/completions and /v1/chat/completions."""
+"""What attacks the endpoints beside /v1/completions and /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.attackers import (
     CHATS,
     COMPLETIONS,
     Attack,
-    Deaf,
+    SlowRead,
     chained_rules,
     chained_schema,
     request,
@@ -140,7 +140,7 @@ class Tokens(Attack):
 class OtherDoors(Attack):
     """Requests of llama.cpp's and Ollama's clients with whatever is long in them."""
 
-    name, num_workers = "other doors", 3
+    name, num_workers = "native APIs", 3
 
     def prepare(self) -> list[bytes]:
         schema = chained_schema(5000)
@@ -230,10 +230,10 @@ class Operators(Attack):
         return [request(path, body, key=key) for path, body in asked for key in keys]
 
 
-class DeafMessages(Deaf):
+class SlowReadMessages(SlowRead):
     """Messages whose events nobody reads."""
 
-    name, path = "deaf messages", MESSAGES
+    name, path = "slow-read messages", MESSAGES
     body: ClassVar[dict[str, Any]] = {
         "model": "engine",
         "messages": [{"role": "user", "content": "a"}],
@@ -241,24 +241,24 @@ class DeafMessages(Deaf):
     }
 
 
-class DeafResponses(Deaf):
+class SlowReadResponses(SlowRead):
     """Responses whose events nobody reads."""
 
-    name, path = "deaf responses", RESPONSES
+    name, path = "slow-read responses", RESPONSES
     body: ClassVar[dict[str, Any]] = {"input": "a", "max_output_tokens": 500}
 
 
-class DeafDoors(Deaf):
+class SlowReadLlama(SlowRead):
     """Answers of llama.cpp's form that nobody reads, in events with probabilities."""
 
-    name, path = "deaf completion", LLAMA
+    name, path = "slow-read completion", LLAMA
     body: ClassVar[dict[str, Any]] = {"prompt": "a", "n_predict": 500, "n_probs": 20}
 
 
-class DeafOllama(Deaf):
+class SlowReadOllama(SlowRead):
     """Chats of Ollama's form that nobody reads, in lines of JSON."""
 
-    name, path = "deaf ollama", OLLAMA_CHAT
+    name, path = "slow-read ollama", OLLAMA_CHAT
     body: ClassVar[dict[str, Any]] = {
         "model": "engine",
         "messages": [USER],

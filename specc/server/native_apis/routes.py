@@ -16,14 +16,14 @@ from specc.server.body import ClientGone
 from specc.server.config import ServeConfig
 from specc.server.endpoints import Endpoints
 from specc.server.errors import JSON, ApiError, api_error_of, internal_error, shorten
-from specc.server.other_doors import llama_answer, ollama_answer
-from specc.server.other_doors.llama_cpp import LlamaCompletion, props
-from specc.server.other_doors.ollama import OllamaEndpoints, tags
+from specc.server.native_apis import llama_answer, ollama_answer
+from specc.server.native_apis.llama_cpp import LlamaCompletion, props
+from specc.server.native_apis.ollama import OllamaEndpoints, tags
 
 _log = logging.getLogger("specc.serve")
 
 
-def add_other_doors(
+def add_native_apis(
     app: FastAPI, endpoints: Endpoints, config: ServeConfig, template: ChatTemplate | None
 ) -> None:
     """Add them to an application, with errors in their forms."""
