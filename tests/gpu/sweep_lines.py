@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 # without a line for so long a process hangs; the first has to import and to build launchers
 SILENT_S, START_S = 12.0, 40.0
+
+
+def run(
+    script: str, options: argparse.Namespace, work: Callable[[argparse.Namespace], None], site: Path
+) -> int:
+    """What a sweep does: its work as a child of `supervise`, or, without a GPU, as one process.
+
+    Args:
+        script: the sweep's file.
+        options: its command line, with `is_child`, `dry_run` and `output`.
+        site: a folder for PYTHONPATH.
+    Returns:
+        exit status.
+    """
+    if options.is_child:
+        work(options)
+        return 0
+    if options.dry_run:
+        lines = Path(f"{options.output}.lines")
+        lines.unlink(missing_ok=True)
+        work(options)
+        assemble(lines, options.output)
+        return 0
+    # ends what runs, and writes what is known
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return supervise(script, options, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
 
 
 def supervise(script: str, options: argparse.Namespace, environment: dict[str, str]) -> int:
@@ -90,7 +119,7 @@ def assemble(lines: Path, output: Path) -> dict[str, Any]:
         elif kind == "facts":
             result["facts"] |= event
         else:
-            result[kind].append(event)
+            result.setdefault(kind, []).append(event)
             begun = None
     best: dict[str, Any] = {}
     for item in result["found"]:

@@ -16,15 +16,11 @@ of a call by shape, rows, candidate and `is_dependent`, or `error`; `layers` tho
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import math
-import os
-import signal
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +32,8 @@ LEAST_BYTES = 250 << 20
 POOL_BYTES = 4 << 30
 # of a result against the library's, as the choice of products has it
 MOST_OFF = 5e-2
-# calls of a graph at least, microseconds of a timing at least, and timings
-LEAST_CALLS, LEAST_US, TIMINGS = 16, 1200.0, 3
+# calls of a graph at least
+LEAST_CALLS = 16
 SWEEP_SHARE = 0.8
 # the best of each shape, which are launched dependently, too
 FINALISTS = 4
@@ -54,22 +50,9 @@ def main() -> int:
     importable = util.module_from_spec(spec)
     spec.loader.exec_module(importable)
     with importable.importable() as site:
-        from tests.gpu.sweep_lines import assemble, supervise
+        from tests.gpu.sweep_lines import run
 
-        if options.is_child:
-            work(options)
-            return 0
-        if options.dry_run:
-            # as one process
-            lines = Path(f"{options.output}.lines")
-            lines.unlink(missing_ok=True)
-            work(options)
-            assemble(lines, options.output)
-            return 0
-        # ends what runs, and writes what is known
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return supervise(__file__, options, {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+        return run(__file__, options, work, site)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -87,129 +70,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def work(options: argparse.Namespace) -> None:
     """All that there is time for, and was not begun before."""
+    from tests.gpu.graph_timer import Graphs, NoGraphs, launch_nothing
+
     if options.dry_run:
         with launch_nothing():
             Sweep(options, NoGraphs()).run()
         return
     Sweep(options, Graphs()).run()
-
-
-class Graphs:
-    """Times work on a GPU."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.device = torch.device("cuda")
-        self._stream = torch.cuda.Stream()
-        # what the library allocates once for a stream is not part of a graph
-        with torch.cuda.stream(self._stream):
-            square = torch.zeros(64, 64, dtype=torch.bfloat16, device=self.device)
-            torch.nn.functional.linear(square, square)
-        torch.cuda.synchronize()
-
-    def weights(self) -> Any:
-        """Memory that weights are parts of."""
-        import torch
-
-        pool = torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device=self.device)
-        pool.normal_(0.0, 0.02)
-        torch.cuda.synchronize()
-        return pool
-
-    def off(self, found: Any, wanted: Any) -> float:
-        """Largest difference of results, relative to their size."""
-        import torch
-
-        off = 0.0
-        for own, other in zip(found, wanted, strict=True):
-            size = torch.linalg.vector_norm(other.float())
-            ratio = torch.linalg.vector_norm(own.float() - other.float()) / size
-            off = max(off, float(ratio.nan_to_num(math.inf)))
-        return off
-
-    def microseconds(self, run: Callable[[], object]) -> float:
-        """Of work that has run once: a median of replays."""
-        import torch
-
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin()
-            try:
-                run()
-            finally:
-                graph.capture_end()
-            graph.replay()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            found, count = [], 1
-            for _ in range(1 + TIMINGS):
-                begin.record()
-                for _ in range(count):
-                    graph.replay()
-                end.record()
-                end.synchronize()
-                found.append(1e3 * begin.elapsed_time(end) / count)
-                count = max(1, math.ceil(LEAST_US / found[0]))
-        # the first warms up, and says how many replays a timing needs
-        return statistics.median(found[1:])
-
-    def facts(self) -> dict[str, Any]:
-        import torch
-        import triton
-
-        name = torch.cuda.get_device_name()
-        return {"device": name, "torch": torch.__version__, "triton": triton.__version__}
-
-    def wait(self) -> None:
-        import torch
-
-        torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def launch_nothing() -> Iterator[None]:
-    """Skip launches, compiled or interpreted: what they would write stays as it is."""
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    kind: Any = InterpretedFunction if is_interpreted else JITFunction
-    run = kind.run
-    kind.run = lambda kernel, *args, **options: None
-    try:
-        yield
-    finally:
-        kind.run = run
-
-
-class NoGraphs:
-    """Goes through everything, and computes nothing."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.device = torch.device("meta")
-
-    def weights(self) -> Any:
-        import torch
-
-        return torch.empty(POOL_BYTES // 2, dtype=torch.bfloat16, device=self.device)
-
-    def off(self, found: Any, wanted: Any) -> float:
-        for own, other in zip(found, wanted, strict=True):
-            assert (own.shape, own.dtype) == (other.shape, other.dtype), (own.shape, other.shape)
-        return 0.0
-
-    def microseconds(self, run: Callable[[], object]) -> float:
-        begin = time.perf_counter()
-        run()
-        return 1e6 * (time.perf_counter() - begin)
-
-    def facts(self) -> dict[str, Any]:
-        return {"device": "none"}
-
-    def wait(self) -> None: ...
 
 
 class Sweep:
@@ -227,7 +94,7 @@ class Sweep:
         events = read(self.lines)
         self.known = {_key(event) for event in events if event["event"] in ("begin", "found")}
         self.found = [event for event in events if event["event"] == "found"]
-        self.pool = graphs.weights()
+        self.pool = graphs.weights(POOL_BYTES)
         self.problems = {
             (shape, rows): Problem(shape, rows, graphs.device) for shape in SHAPES for rows in ROWS
         }
