@@ -117,7 +117,7 @@ mutants: $(VENV)/.dev
 clients: $(VENV)/.dev
 	@PYTHONPATH=. PYTHONSAFEPATH=1 $(BIN)/python -m tests.clients $(ARGS)
 
-# COMMAND=A, B or C: each ends within 8 minutes; without it all three, one after the other
+# COMMAND=A, B, …: each ends within 8 minutes; without it A, B and C, one after the other
 gpu-check:
 	@$(GPU_PYTHON) -P tests/gpu/check.py $(COMMAND) $(ARGS)
 

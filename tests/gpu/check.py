@@ -3,10 +3,14 @@
     python3 -P tests/gpu/check.py A      the step benchmark, replays, output, other kinds
     python3 -P tests/gpu/check.py B      every test of the Triton kernels
     python3 -P tests/gpu/check.py C      attention, sampling, compute-sanitizer
+    python3 -P tests/gpu/check.py D      products by quantized weights, and steps of 8B with them
+    python3 -P tests/gpu/check.py E      mixtures, latent attention, kernels that never ran
+    python3 -P tests/gpu/check.py S      steps of all published shapes
+    python3 -P tests/gpu/check.py T      tiles of products in bfloat16
 
-Each ends within 8 minutes and is of use alone; without a name they run in this order. Nothing has
-to be installed: a Python with torch and triton, and transformers where models are compiled. pytest
-is used where it is.
+Each ends within 8 minutes and is of use alone; without a name A, B and C run in this order. Nothing
+has to be installed: a Python with torch and triton, and transformers where models are compiled.
+pytest is used where it is.
 
 Results go into $OUT/gpu_check.json, else docs/results/gpu_check.json, or --output FILE, each as
 soon as it is known. What that file, docs/results/gpu_check.json or --earlier FILE already has of
@@ -50,15 +54,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     from tests.gpu import tasks
 
     plan = tasks.commands()
-    parts = {task.part for stages in plan.values() for stage in stages for task in stage.tasks}
+    all_tasks = [task for stages in plan.values() for stage in stages for task in stage.tasks]
+    parts, names = ({getattr(task, key) for task in all_tasks} for key in ("part", "name"))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("commands", nargs="*", metavar="A|B|C")
+    parser.add_argument("commands", nargs="*", metavar="COMMAND")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--earlier", type=Path, nargs="+", default=[])
     parser.add_argument("--again", action="store_true", help="take nothing from earlier files")
     parser.add_argument("--only", nargs="+", choices=sorted(parts), help="these parts")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=sorted(names), metavar="NAME", help="tasks of these names"
+    )
     parser.add_argument(
         "--files",
         nargs="+",
@@ -70,8 +78,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.commands) - set(plan):
-        parser.error(f"unknown command {', '.join(sorted(unknown))}: choose from A, B, C")
-    options.commands = options.commands or (["B"] if options.files else list(plan))
+        parser.error(f"unknown command {', '.join(sorted(unknown))}: choose from {', '.join(plan)}")
+    options.commands = options.commands or (["B"] if options.files else ["A", "B", "C"])
     return options
 
 
@@ -111,7 +119,7 @@ def run(
     scheduler = Scheduler(report, environment, device, scale)
     states = []
     for name in options.commands:
-        chosen = [tasks.chosen(stage, options.only) for stage in stages[name]]
+        chosen = [tasks.chosen(stage, options.only, options.tasks) for stage in stages[name]]
         print(f"{name} …", flush=True)
         states.append(scheduler.run(name, chosen, options.limit_s * scale))
         print(f"{name}: {states[-1]} in {report.commands[name]['seconds']} s", flush=True)

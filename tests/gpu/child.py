@@ -3,7 +3,7 @@
     python -P -m tests.gpu.child JOB
 
 The job is a JSON file: `entry` (module:function), `arguments` of it, `events` (the file that gets
-the lines), `known` (names of results that need not be found again) and `device`. Lines are in the
+the lines), `known` (results, by name, that need not be found again) and `device`. Lines are in the
 file before the next thing starts, so a process that dies loses what it was at, and nothing else.
 """
 

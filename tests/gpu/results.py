@@ -6,8 +6,9 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 # exit status of a process whose device is lost: whatever it would do next would fail, too
@@ -22,10 +23,14 @@ class Skipped(Exception):
 
 
 class Results:
-    """Where a task leaves what it finds."""
+    """Where a task leaves what it finds.
 
-    def __init__(self, path: Path, known: Collection[str] = ()) -> None:
-        self.known = frozenset(known)
+    Args:
+        known: values of what processes before this one have found, by name.
+    """
+
+    def __init__(self, path: Path, known: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.known = known
         self._file = path.open("a", encoding="utf-8")
         self._begin_s = time.perf_counter()
 

@@ -49,7 +49,7 @@ class Process:
     def __init__(
         self,
         task: Task,
-        known: Sequence[str],
+        known: Mapping[str, Any],
         directory: Path,
         environment: Mapping[str, str],
         device: str,
@@ -68,7 +68,7 @@ class Process:
             "entry": task.entry,
             "arguments": task.arguments,
             "events": str(self._events),
-            "known": list(known),
+            "known": dict(known),
             "device": device,
         }
         file = directory / "job.json"
@@ -253,9 +253,8 @@ class Scheduler:
         found |= {"state": "running", "attempts": self._attempts[title(task)]}
         found.pop("reason", None)
         environment = {**self._environment, "OMP_NUM_THREADS": str(threads)}
-        self._running.append(
-            Process(task, [*found["results"]], directory, environment, self._device)
-        )
+        known = {name: result["value"] for name, result in found["results"].items()}
+        self._running.append(Process(task, known, directory, environment, self._device))
         print(f"  {title(task)} …", flush=True)
         self._report.write()
 

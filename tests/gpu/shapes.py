@@ -1,33 +1,28 @@
-"""Steps of published shapes on a GPU: models are traced beside each other, and timed one by one.
-
-    python3 -P tests/gpu/shapes.py --output FILE [CASE …]
+"""Steps of published shapes: models are traced beside each other, and timed one by one.
 
 A process for each case does what `specc bench --synthetic` does with its options. While one holds
 the lock, and with it the GPU, the others trace; so many cases take little more than their time on
-the device. FILE has what each has found so far, whatever becomes of it later.
+the device.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu.results import Device, Results
+
+# the process that holds it has the GPU
+LOCK = Path(__file__).resolve().parents[2] / "build/gpu-check/gpu.lock"
 PAIR = "llama-3.1-8b/llama-3.2-1b"
 CHAIN = {"num_speculative_tokens": 5}
-POLL_S = 0.2
 # live nodes of each request that are timed where a case cuts
 SHARES = (1.0, 0.75, 0.5, 0.25)
 
@@ -89,137 +84,68 @@ class Enough(Exception):
     """What was wanted is known."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--limit-s", type=float, default=400.0)
-    parser.add_argument("--lock", type=Path, help="the process that holds this file has the GPU")
-    options = parser.parse_args()
-    if unknown := {*options.cases} - {*CASES}:
-        parser.error(f"unknown {', '.join(sorted(unknown))}: choose from {', '.join(CASES)}")
-    with _importable() as environment:
-        given = options.cases or [*CASES], options.output, options.limit_s, environment
-        return run(*given, options.lock)
+def measure(results: Results, device: Device, name: str) -> None:
+    """One case; the GPU is this process's alone from when its engine is made.
 
-
-def run(
-    names: Sequence[str],
-    output: Path,
-    limit_s: float,
-    environment: Mapping[str, str],
-    lock: Path | None = None,
-) -> int:
-    """Measure cases; returns 0 where all have ended well.
-
-    Args:
-        names: of `CASES`.
-        output: gets a JSON object of them.
-        limit_s: seconds after which what runs is ended.
-        lock: see `--lock`; None is a file of their own.
+    Leaves figures of each plan's steps, those of cut trees, and the report of a case that goes to
+    its end.
     """
-    end = time.monotonic() + limit_s
-    with tempfile.TemporaryDirectory(prefix="specc-shapes-") as scratch:
-        folder = Path(scratch)
-        running = {}
-        for name in names:
-            own = str(lock or folder / "lock")
-            command = [sys.executable, "-P", "-m", "tests.gpu.shapes_child", name, scratch, own]
-            with (folder / f"{name}.log").open("wb") as log:
-                running[name] = subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, env=dict(environment), cwd=ROOT
-                )
-        while any(process.poll() is None for process in running.values()):
-            _gather(folder, names, output)
-            if time.monotonic() > end:
-                break
-            time.sleep(POLL_S)
-        for process in running.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        _gather(folder, names, output)
-        for name in names:
-            status = running[name].returncode
-            print(f"{name}: status {status}")
-            if status != 0:
-                print((folder / f"{name}.log").read_text(errors="replace")[-1500:])
-    return int(any(process.returncode != 0 for process in running.values()))
-
-
-def _gather(folder: Path, names: Sequence[str], output: Path) -> None:
-    found = {}
-    for name in names:
-        if (file := folder / f"{name}.json").exists():
-            found[name] = json.loads(file.read_text(encoding="utf-8"))
-    beside = output.with_name(f"{output.name}.new")
-    beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, output)
-
-
-def measure(name: str, folder: Path, lock: Path) -> None:
-    """One case, into `folder`/`name`.json; the GPU is its own while it holds `lock`."""
-    from specc.bench import device
+    device.prepare()
+    from specc.bench import device as bench_device
     from specc.bench.synthetic import engine as engines
     from specc.cli.bench.synthetic import measure_shapes
     from specc.cli.options.bench import BenchOptions, ShapesOptions
     from specc.progress import PhaseTimer
 
-    case = CASES[name]
-    found: dict[str, Any] = {"given": case, "steps": {}, "phases": {}}
-    file = folder / f"{name}.json"
-
-    def write() -> None:
-        beside = folder / f"{name}.{os.getpid()}"
-        beside.write_text(json.dumps(found), encoding="utf-8")
-        os.replace(beside, file)
+    case, phases = CASES[name], {}
+    results.note(given=case)
 
     def listen(event: Any) -> None:
         if event.seconds is not None:
-            found["phases"][event.phase] = round(event.seconds, 2)
-            write()
+            phases[event.phase] = round(event.seconds, 2)
+            results.note(phases=phases)
         elif event.phase == case["stop"]:
             raise Enough
 
     def on_steps(plan: str, figures: dict[str, Any]) -> None:
-        found["steps"][plan] = figures
-        write()
+        results.end(plan, "passed", figures)
+        results.begin("next")
 
     check_memory, make_engine = engines.check_memory, engines.make_engine
 
     def checked(programs: Any, extra: int, free: int) -> None:
         # from here on the GPU is this process's alone, and as free as it is then
-        wait_s = hold(lock)
-        found["waited_s"] = round(wait_s, 1)
-        check_memory(programs, extra, device.open_device()[0].free_bytes())
+        results.note(waited_s=round(hold(LOCK), 1))
+        check_memory(programs, extra, bench_device.open_device()[0].free_bytes())
 
     def made(programs: Any, weights: Any, graphs: Any, backend: str) -> Any:
         engine = make_engine(programs, weights, graphs, backend)
         if case["cuts"] is not None:
-            given = case["cuts"], shapes.num_context, common.tokens
-            found["cuts"] = cut_ms(engine, graphs, *given)
-            write()
+            given = case["cuts"], options.num_context, common.tokens
+            results.check("cuts", partial(cut_ms, engine, graphs, *given))
         return engine
 
-    shapes = ShapesOptions(case["shapes"], **case["options"])
+    options = ShapesOptions(case["shapes"], **case["options"])
     common = BenchOptions(
         synthetic_acceptance=case["acceptance"],
         batch_size=case["batch"],
         tokens=case.get("tokens", 96),
         rounds=2,
     )
+    results.begin("first")
     with (
         contextlib.suppress(Enough),
         mock.patch.object(engines, "check_memory", checked),
         mock.patch.object(engines, "make_engine", made),
     ):
-        found["report"] = measure_shapes(shapes, common, PhaseTimer(listen), on_steps)
-    write()
+        report = measure_shapes(options, common, PhaseTimer(listen), on_steps)
+        results.end("report", "passed", report)
 
 
 def hold(path: Path) -> float:
     """Hold a file until this process ends; returns the seconds that it took."""
     begin = time.monotonic()
+    path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w")
     fcntl.flock(file, fcntl.LOCK_EX)
     # kept open
@@ -255,22 +181,3 @@ def cut_ms(engine: Any, graphs: Any, plan: str, context: int, tokens: int) -> di
         replays = graphs.record(queue)
         times[str(live)] = statistics.median(graphs.clock.ms(*replay) for replay in replays)
     return times
-
-
-@contextlib.contextmanager
-def _importable() -> Iterator[dict[str, str]]:
-    """Variables of processes that import specc and tests."""
-    import importlib.util
-
-    path = Path(__file__).with_name("importable.py")
-    spec = importlib.util.spec_from_file_location("specc_gpu_check_importable", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with module.importable() as site:
-        yield module.environment(site) | {"OMP_NUM_THREADS": "1"}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,7 +28,18 @@ def prepare(kind: str) -> None:
     from specc.bench import device as bench_device
     from specc.runtime.backends.captured import backend as captured_backend
     from specc.runtime.backends.cuda import choose_launches, kept_measurements
-    from tests.gpu import benchmark, collectives, cut_trees, grammar, kinds, replay, sampling
+    from tests.gpu import (
+        benchmark,
+        collectives,
+        cut_trees,
+        grammar,
+        kinds,
+        quantized_sweep,
+        replay,
+        sampling,
+        shapes,
+        sweep_tiles,
+    )
     from tests.models import tiny_config
     from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
@@ -79,6 +90,14 @@ def prepare(kind: str) -> None:
         return module
 
     replace(benchmark, "load_script", tiny)
+    for module in (quantized_sweep, sweep_tiles):
+        for name in ("LAYERS", "LEAST_BYTES", "LEAST_CALLS", "MOST"):
+            replace(module, name, 1)
+    replace(quantized_sweep, "REPLAYS", 1)
+    for case in shapes.CASES.values():
+        draft = f",{root}/d" if "/" in case["shapes"] else ""
+        case |= {"shapes": f"{root}/t{draft}", "tokens": 9}
+        case["options"] |= {"context": 20}
     replace(sampling, "VOCAB", VOCAB)
     replace(sampling, "BATCHES", (2,))
     replace(sampling, "ROUNDS", 1)

@@ -1,29 +1,29 @@
 """Which tile is fastest for products of few rows: Llama shapes of 8B and 1B, in bfloat16.
 
-    python3 -P tests/gpu/sweep_tiles.py --seconds 60 --output FILE     on a GPU
-    python3 -P tests/gpu/sweep_tiles.py --dry-run --output FILE        every path without one
-
 Calls of a candidate are one CUDA graph over copies of the weight that no cache holds together.
 Candidates of all shapes take turns until four fifths of the time are over; the best of each shape
 are then launched dependently, and layers without attention are measured with the library's
 products, with the tiles of the product's tables, and with the best ones, both ways.
-
-The work is a process of its own: after one that dies or hangs the next goes on with what follows.
-Lines of FILE.lines are written as soon as they are known, FILE at the end: `found` has microseconds
-of a call by shape, rows, candidate and `is_dependent`, or `error`; `layers` those of one layer.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+from torch import Tensor
+
+from specc.kernels.cuda.few_rows_tiles import Tile
+from specc.kernels.cuda.launch import dependent_launches
+from tests.gpu.graph_timer import launch_nothing
+from tests.gpu.results import Device, Results
+from tests.gpu.sweep import Sweep
+from tests.gpu.tile_calls import Layers, Problem
+from tests.gpu.tile_candidates import MODELS, SHAPES, Shape, candidates, current, name_of
 
 ROWS = (1, 8)
 # bytes of the copies of a weight, at least: several times a cache of 60 MB
@@ -38,204 +38,142 @@ SWEEP_SHARE = 0.8
 # the best of each shape, which are launched dependently, too
 FINALISTS = 4
 LAYERS = 8
+# candidates of a shape, at most
+MOST: int | None = None
 
 
-def main() -> int:
-    options = parse(sys.argv[1:])
-    from importlib import util
-
-    spec = util.spec_from_file_location("importable", Path(__file__).with_name("importable.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    importable = util.module_from_spec(spec)
-    spec.loader.exec_module(importable)
-    with importable.importable() as site:
-        from tests.gpu.sweep_lines import run
-
-        return run(__file__, options, work, site)
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--most", type=int, help="candidates of a shape, at most")
-    parser.add_argument("--is-child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def work(options: argparse.Namespace) -> None:
-    """All that there is time for, and was not begun before."""
-    from tests.gpu.graph_timer import Graphs, NoGraphs, launch_nothing
-
-    if options.dry_run:
-        with launch_nothing():
-            Sweep(options, NoGraphs()).run()
+def measure(results: Results, device: Device, seconds: float) -> None:
+    """All that there is time for."""
+    device.prepare()
+    if device.kind == "cuda":
+        TileSweep(results, device, seconds).run()
         return
-    Sweep(options, Graphs()).run()
+    with launch_nothing():
+        TileSweep(results, device, seconds).run()
 
 
-class Sweep:
-    """Measurements until time is over."""
+class TileSweep(Sweep):
+    """See `measure`."""
 
-    def __init__(self, options: argparse.Namespace, graphs: Any) -> None:
-        from tests.gpu.sweep_lines import append, read
-        from tests.gpu.tile_calls import Problem
-        from tests.gpu.tile_candidates import SHAPES
-
-        self.graphs, self.most = graphs, options.most
-        self.lines = Path(f"{options.output}.lines")
-        self.until = min(options.until, time.time() + options.seconds)
-        self.sweep_until = self.until - (1 - SWEEP_SHARE) * options.seconds
-        events = read(self.lines)
-        self.known = {_key(event) for event in events if event["event"] in ("begin", "found")}
-        self.found = [event for event in events if event["event"] == "found"]
-        self.pool = graphs.weights(POOL_BYTES)
-        self.problems = {
-            (shape, rows): Problem(shape, rows, graphs.device) for shape in SHAPES for rows in ROWS
+    def __init__(self, results: Results, device: Device, seconds: float) -> None:
+        super().__init__(results, device, seconds)
+        self._sweep_until = time.monotonic() + SWEEP_SHARE * seconds
+        self._pool = self.graphs.weights(POOL_BYTES)
+        place = self.graphs.device
+        self._problems = {
+            (shape, rows): Problem(shape, rows, place) for shape in SHAPES for rows in ROWS
         }
-        self._wanted: dict[Any, Any] = {}
-        self._append = partial(append, self.lines)
-        self._append({"event": "facts", **graphs.facts()})
+        self._wanted: dict[Any, tuple[Tensor, ...]] = {}
 
     def run(self) -> None:
-        from tests.gpu.tile_candidates import name_of
-
-        for shape, rows in self.problems:
-            self.measure(shape, rows, "library", None, False)
-            self.measure(shape, rows, "product", None, False)
+        self.results.note(**self.graphs.facts())
+        for shape, rows in self._problems:
+            self.time(shape, rows, "library", None, False)
+            self.time(shape, rows, "product", None, False)
         for shape, rows, candidate in self._in_turns():
-            if time.time() > self.sweep_until:
+            if time.monotonic() > self._sweep_until:
                 break
-            self.measure(shape, rows, name_of(candidate), candidate, False)
-        for shape, rows in self.problems:
-            for candidate in self._best(shape, rows, False)[:FINALISTS]:
-                self.measure(shape, rows, name_of(candidate), candidate, True)
-            for candidate in self._current(shape, rows)[:1]:
-                self.measure(shape, rows, name_of(candidate), candidate, True)
+            self.time(shape, rows, name_of(candidate), candidate, False)
+        for shape, rows in self._problems:
+            best = self._best(shape, rows, False)
+            for candidate in [*best[:FINALISTS], *self._current(shape, rows)[:1]]:
+                self.time(shape, rows, name_of(candidate), candidate, True)
         self.measure_layers()
+        self.note_best()
 
-    def _in_turns(self) -> Iterator[tuple[Any, int, Any]]:
-        from tests.gpu.tile_candidates import candidates
-
+    def _in_turns(self) -> Iterator[tuple[Shape, int, Tile]]:
         queues = [
-            [(shape, rows, item) for item in candidates(shape, rows)[: self.most]]
-            for shape, rows in self.problems
+            [(shape, rows, item) for item in candidates(shape, rows)[:MOST]]
+            for shape, rows in self._problems
         ]
         for turn in itertools.zip_longest(*queues):
             yield from (item for item in turn if item is not None)
 
-    def measure(self, shape: Any, rows: int, name: str, candidate: Any, is_dependent: bool) -> None:
-        """Once, whatever becomes of it."""
-        from specc.kernels.cuda.launch import dependent_launches
+    def time(
+        self, shape: Shape, rows: int, name: str, tile: Tile | None, is_dependent: bool
+    ) -> None:
+        if name not in self.times(shape.name, rows, is_dependent):
+            time_it = partial(self._time, shape, rows, name, tile, is_dependent)
+            self.measure(shape.name, rows, name, is_dependent, time_it)
 
-        item: dict[str, Any] = {"shape": shape.name, "rows": rows, "candidate": name}
-        item["is_dependent"] = is_dependent
-        if _key(item) in self.known or time.time() > self.until:
-            return
-        self._append({"event": "begin", **item})
-        problem = self.problems[shape, rows]
+    def _time(
+        self, shape: Shape, rows: int, name: str, tile: Tile | None, is_dependent: bool
+    ) -> dict[str, Any]:
+        problem = self._problems[shape, rows]
         copies = max(2, math.ceil(LEAST_BYTES / shape.bytes))
         weights = self.weights(shape, copies)
-        calls = copies * math.ceil(min(LEAST_CALLS, 4 * copies) / copies)
+        calls, found = copies * math.ceil(min(LEAST_CALLS, 4 * copies) / copies), {}
 
-        def call(weight: Any) -> Any:
+        def call(weight: Tensor) -> tuple[Tensor, ...]:
             is_product = name == "product"
-            return problem.product_alone(weight) if is_product else problem.call(candidate, weight)
+            return problem.product_alone(weight) if is_product else problem.call(tile, weight)
 
         def run() -> None:
             for i in range(calls):
                 call(weights[i % copies])
 
         with dependent_launches(is_dependent):
-            try:
-                result = call(weights[0])
-                if name != "product":
-                    # a product alone has another result
-                    item["off"] = round(self.graphs.off(result, self.wanted(shape, rows)), 6)
-                    if item["off"] > MOST_OFF:
-                        raise ArithmeticError(f"results differ by {item['off']}")
-                item["us"] = round(self.graphs.microseconds(run) / calls, 3)
-                item["of_floor"] = round(item["us"] * 4.19e6 / shape.bytes, 3)
-            except Exception as error:
-                item["error"] = f"{type(error).__name__}: {error}"[:300]
-        self._append({"event": "found", **item})
-        self.found.append(item)
-        # where a kernel has broken the device this process ends, and another goes on
-        self.graphs.wait()
+            result = call(weights[0])
+            if name != "product":
+                # a product alone has another result
+                found["off"] = round(self.graphs.off(result, self.wanted(shape, rows)), 6)
+                if found["off"] > MOST_OFF:
+                    raise ArithmeticError(f"results differ by {found['off']}")
+            us = self.graphs.microseconds(run) / calls
+        return found | {"us": round(us, 3), "of_floor": round(us * 4.19e6 / shape.bytes, 3)}
 
-    def wanted(self, shape: Any, rows: int) -> Any:
+    def wanted(self, shape: Shape, rows: int) -> tuple[Tensor, ...]:
         """The library's results."""
         if (shape, rows) not in self._wanted:
             (weight,) = self.weights(shape, 1)
-            self._wanted[shape, rows] = self.problems[shape, rows].call(None, weight)
+            self._wanted[shape, rows] = self._problems[shape, rows].call(None, weight)
         return self._wanted[shape, rows]
 
-    def weights(self, shape: Any, count: int, begin: int = 0) -> list[Any]:
+    def weights(self, shape: Shape, count: int, begin: int = 0) -> list[Tensor]:
         """Matrices of the pool, from this element on; they overlap where it is too small."""
         size = shape.n * shape.k
         places = (begin + i * size for i in range(count))
-        room = self.pool.numel() - size
+        room = self._pool.numel() - size
         return [
-            self.pool[place % (room + 1) // 1024 * 1024 :][:size].view(shape.n, shape.k)
+            self._pool[place % (room + 1) // 1024 * 1024 :][:size].view(shape.n, shape.k)
             for place in places
         ]
 
-    def _best(self, shape: Any, rows: int, is_dependent: bool) -> list[Any]:
+    def _best(self, shape: Shape, rows: int, is_dependent: bool) -> list[Tile]:
         """Candidates that ran, the fastest first."""
-        from tests.gpu.tile_candidates import candidates, name_of
-
         named = {name_of(item): item for item in candidates(shape, rows)}
-        times = {
-            item["candidate"]: item["us"]
-            for item in self.found
-            if (item["shape"], item["rows"]) == (shape.name, rows)
-            and item["is_dependent"] == is_dependent
-            and "us" in item
-        }
-        return [named[name] for name in sorted(times, key=lambda n: times[n]) if name in named]
+        times = self.times(shape.name, rows, is_dependent)
+        return [named[name] for name in times if name in named]
 
-    def _current(self, shape: Any, rows: int) -> list[Any]:
+    def _current(self, shape: Shape, rows: int) -> list[Tile]:
         """Those of the product's tables."""
-        from tests.gpu.tile_candidates import current
-
         tiles = current(shape, rows)
         return [item for item in self._best(shape, rows, False) if item in tiles]
 
     def measure_layers(self) -> None:
         """A layer without attention, of several in a row, with one choice of tiles or another."""
-        from tests.gpu.tile_candidates import MODELS
-
         for (model, shapes), rows in itertools.product(MODELS.items(), ROWS):
             qkv, o, gate_up, down, _ = shapes
             layer = (qkv, o, gate_up, down)
-            chosen: dict[str, dict[Any, Any]] = {"library": dict.fromkeys(layer)}
+            chosen: dict[str, dict[Shape, Tile | None]] = {"library": dict.fromkeys(layer)}
             chosen["tables"] = {s: next(iter(self._current(s, rows)), None) for s in layer}
             chosen["best"] = {s: next(iter(self._best(s, rows, False)), None) for s in layer}
             chosen["best dependent"] = {
                 s: next(iter(self._best(s, rows, True)), chosen["best"][s]) for s in layer
             }
             for (name, choice), is_dependent in itertools.product(chosen.items(), (False, True)):
-                self._measure_layer(model, layer, rows, name, choice, is_dependent)
+                time_it = partial(self._time_layer, layer, rows, choice, is_dependent)
+                self.measure(f"layer of {model}", rows, name, is_dependent, time_it)
 
-    def _measure_layer(
-        self, model: str, layer: Any, rows: int, name: str, choice: Any, is_dependent: bool
-    ) -> None:
-        from specc.kernels.cuda.launch import dependent_launches
-        from tests.gpu.tile_calls import Layers
-        from tests.gpu.tile_candidates import name_of
-
-        item: dict[str, Any] = {"model": model, "rows": rows, "choice": name}
-        item |= {"is_dependent": is_dependent}
-        item["tiles"] = {s.name: name_of(c) if c else "library" for s, c in choice.items()}
-        if time.time() > self.until:
-            return
+    def _time_layer(
+        self,
+        layer: tuple[Shape, ...],
+        rows: int,
+        choice: dict[Shape, Tile | None],
+        is_dependent: bool,
+    ) -> dict[str, Any]:
         size = sum(shape.n * shape.k for shape in layer)
-        weights: list[dict[Any, Any]] = []
+        weights: list[dict[Shape, Tensor]] = []
         for i in range(LAYERS):
             begin, found = i * size, {}
             for shape in layer:
@@ -244,25 +182,14 @@ class Sweep:
             weights.append(found)
         layers = Layers(layer, rows, self.graphs.device)
 
-        def run() -> Any:
+        def run() -> Tensor:
             return layers.run(choice, weights)
 
-        try:
-            with dependent_launches(False):
-                wanted = run()
-            with dependent_launches(is_dependent):
-                item["off"] = self.graphs.off([run()], [wanted])
-                item["us"] = round(self.graphs.microseconds(run) / LAYERS, 3)
-            item["of_floor"] = round(item["us"] * 4.19e6 / (2 * size), 3)
-        except Exception as error:
-            item["error"] = f"{type(error).__name__}: {error}"[:300]
-        self._append({"event": "layers", **item})
-        self.graphs.wait()
-
-
-def _key(item: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(item[name] for name in ("shape", "rows", "candidate", "is_dependent"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        with dependent_launches(False):
+            wanted = run()
+        with dependent_launches(is_dependent):
+            off = self.graphs.off([run()], [wanted])
+            us = self.graphs.microseconds(run) / LAYERS
+        tiles = {s.name: name_of(tile) if tile else "library" for s, tile in choice.items()}
+        of_floor = round(us * 4.19e6 / (2 * size), 3)
+        return {"off": off, "us": round(us, 3), "of_floor": of_floor, "tiles": tiles}

@@ -1,8 +1,12 @@
-"""What the three commands of the GPU check run, and how long each piece may take.
+"""What the commands of the GPU check run, and how long each piece may take.
 
     A  the step benchmark, replays, output, engines of other kinds
     B  every test of the Triton kernels
     C  attention, sampling, collectives, compute-sanitizer, then what compares with others
+    D  products by quantized weights, then steps of 8B with them
+    E  steps of a mixture and of latent attention, kernels that have not run yet, compute-sanitizer
+    S  steps of all published shapes
+    T  tiles of products in bfloat16, for the tables
 
 A command is stages, one after the other; the tasks of a stage run beside each other. A stage ends
 at the latest when it and those before it have had their seconds: what it leaves, the next ones
@@ -40,6 +44,17 @@ SANITIZED = (
     "commit_kv", "write_kv", "attend", "rope_write", "add_norm", "skinny_linear", "accept",
     "node_winners",
 )  # fmt: skip
+# of command E: what no GPU has run, or not since it changed
+NEW_KERNELS = (
+    "attend", "attend_few", "attend_latent", "attend_wide", "experts", "linear_q",
+    "linear_q_fragments",
+)  # fmt: skip
+NEW_SANITIZED = ("attend_few", "attend_latent", "experts", "linear_q", "linear_q_fragments")
+# steps of commands D and E
+DENSE = ("8b-1b", "8b-1b int4", "8b-1b int8", "8b-1b fp8")
+SPARSE = ("30b-a3b mixture", "16b latent attention")
+# processes that trace beside the one that has the GPU
+TRACING = 6
 # what memcheck says of the probe
 PLANTED_FAULT = "Invalid __global__ write"
 # sizes of real models take the sanitizer minutes, and hold no other code
@@ -88,11 +103,14 @@ class Stage:
     workers: int = WORKERS
 
 
-def chosen(stage: Stage, parts: Sequence[str] | None) -> Stage:
-    """A stage with the tasks of these parts alone; None are all of them."""
-    if parts is None:
-        return stage
-    return replace(stage, tasks=tuple(task for task in stage.tasks if task.part in parts))
+def chosen(stage: Stage, parts: Sequence[str] | None, names: Sequence[str] | None = None) -> Stage:
+    """A stage with the tasks of these parts and names alone; None are all of them."""
+    tasks = (
+        task
+        for task in stage.tasks
+        if (parts is None or task.part in parts) and (names is None or task.name in names)
+    )
+    return replace(stage, tasks=tuple(tasks))
 
 
 def kernel_files() -> list[Path]:
@@ -113,7 +131,7 @@ def kernel_tasks(files: Sequence[Path]) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def sanitizer_tasks(tool: str | None) -> tuple[Task, ...]:
+def sanitizer_tasks(tool: str | None, names: Sequence[str] = SANITIZED) -> tuple[Task, ...]:
     """Kernel tests under memcheck: every allocation of torch's is one of CUDA's then.
 
     Before them a probe: some machines refuse the tool, or let it see nothing.
@@ -134,7 +152,7 @@ def sanitizer_tasks(tool: str | None) -> tuple[Task, ...]:
             sanitizer=tool,
             needs=probe.name,
         )
-        for name in SANITIZED
+        for name in names
     )  # fmt: skip
     return (probe, *tests)
 
@@ -198,7 +216,51 @@ def command_c(tool: str | None) -> list[Stage]:
     ]
 
 
+def shape_tasks(names: Sequence[str]) -> tuple[Task, ...]:
+    """Cases of `shapes`: each waits for the GPU while it traces."""
+    entry, result_s = "tests.gpu.shapes:measure", 2 * LIMIT_S
+    return tuple(Task("shapes", name, entry, {"name": name}, 30.0, result_s) for name in names)
+
+
+def sweep(name: str, entry: str, seconds: float, **arguments: Any) -> Stage:
+    """Candidates of products, alone on the machine."""
+    given = {"seconds": seconds - 10.0, **arguments}
+    task = Task("sweep", name, f"tests.gpu.{entry}:measure", given, 20.0, 15.0, is_resumed=True)
+    # the first result comes after imports and the weights
+    return Stage(seconds, (replace(task, result_s=40.0),), 1)
+
+
+def command_d() -> list[Stage]:
+    return [
+        sweep("quantized", "quantized_sweep", 160.0),
+        Stage(250.0, shape_tasks(DENSE), TRACING),
+    ]
+
+
+def command_e(tool: str | None) -> list[Stage]:
+    files = [ROOT / f"tests/kernels/cuda/test_{name}.py" for name in NEW_KERNELS]
+    return [
+        Stage(120.0, shape_tasks(SPARSE), TRACING),
+        Stage(120.0, kernel_tasks(files)),
+        sweep("quantized, many rows", "quantized_sweep", 60.0, rows=[16, 32]),
+        Stage(120.0, sanitizer_tasks(tool, NEW_SANITIZED)),
+    ]
+
+
+def command_s() -> list[Stage]:
+    from tests.gpu.shapes import CASES
+
+    return [Stage(450.0, shape_tasks([*CASES]), TRACING)]
+
+
+def command_t() -> list[Stage]:
+    return [sweep("tiles", "sweep_tiles", 90.0)]
+
+
 def commands(
     tool: str | None = None, files: Sequence[Path] | None = None
 ) -> dict[str, list[Stage]]:
-    return {"A": command_a(), "B": command_b(files), "C": command_c(tool)}
+    return {
+        "A": command_a(), "B": command_b(files), "C": command_c(tool), "D": command_d(),
+        "E": command_e(tool), "S": command_s(), "T": command_t(),
+    }  # fmt: skip

@@ -47,7 +47,7 @@ def test_every_candidate_is_a_sign_of_life(tmp_path, monkeypatch):
 def test_what_ended_a_process_is_not_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(choose_products, "OPERATORS", choose_products.OPERATORS)
     timer = choose_products.graph_timer
-    products.watch(Results(tmp_path / "events", ["choose products"]))
+    products.watch(Results(tmp_path / "events", {"choose products": None}))
     assert choose_products.OPERATORS == ()
     assert choose_products.graph_timer is timer
 
@@ -59,7 +59,7 @@ def test_launches_are_watched_and_left_out_where_they_ended_a_process(tmp_path, 
     assert choose_launches.choose_launches({}, None, None) == ["found"]
     assert lines(tmp_path / "events") == [{"begin": "choose launches"}]
     assert choose_launches.can_launch_dependent(None)
-    products.watch(Results(tmp_path / "again", ["choose launches"]))
+    products.watch(Results(tmp_path / "again", {"choose launches": None}))
     assert not choose_launches.can_launch_dependent(None)
 
 

@@ -18,7 +18,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def test_lines_are_there_before_the_next_thing_starts(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    results = Results(path, ["known"])
+    results = Results(path, {"known": None})
     seen = []
 
     def lines() -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import pytest
 from specc.bench import device as bench_device
 from specc.errors import EngineError
 from tests.gpu import shapes
+from tests.gpu.results import Device, Results
 from tests.models import tiny_config
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 
@@ -24,17 +25,23 @@ def tiny(monkeypatch, tmp_path):
     options = {"context": 20, "num_speculative_tokens": 3}
     case = shapes._case(f"{tmp_path}/t,{tmp_path}/d", options, batch=4) | {"tokens": 9}
     monkeypatch.setitem(shapes.CASES, "tiny", case)
+    monkeypatch.setattr(shapes, "LOCK", tmp_path / "lock")
     return case
+
+
+def measured(path):
+    """What the case leaves, by name."""
+    shapes.measure(Results(path / "events"), Device("cuda"), "tiny")
+    lines = [json.loads(line) for line in (path / "events").read_text().splitlines()]
+    return {line["name"]: line["value"] for line in lines if "name" in line}
 
 
 @pytest.mark.slow
 def test_a_case_up_to_its_rounds(tiny, tmp_path):
     tiny["cuts"] = "chain-3"
-    shapes.measure("tiny", tmp_path, tmp_path / "lock")
-    found = json.loads((tmp_path / "tiny.json").read_text())
-    assert set(found["steps"]) == {"off", "chain-3"}
-    assert all(figures["is_captured"] for figures in found["steps"].values())
-    assert "report" not in found
+    found = measured(tmp_path)
+    assert found.keys() == {"cuts", "off", "chain-3"}
+    assert all(found[plan]["is_captured"] for plan in ("off", "chain-3"))
     # one node to all four; steps of fewer rows are other graphs
     assert list(found["cuts"]) == ["1", "2", "3", "4"]
     assert all(ms > 0 for ms in found["cuts"].values())
@@ -43,8 +50,7 @@ def test_a_case_up_to_its_rounds(tiny, tmp_path):
 @pytest.mark.slow
 def test_a_case_to_its_end(tiny, tmp_path):
     tiny["stop"] = None
-    shapes.measure("tiny", tmp_path, tmp_path / "lock")
-    found = json.loads((tmp_path / "tiny.json").read_text())
+    found = measured(tmp_path)
     assert found["report"]["runs"]
     assert "cuts" not in found
 
@@ -78,7 +84,7 @@ def test_memory_is_what_is_free_when_the_gpu_is(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(shapes, "hold", hold)
     with pytest.raises(EngineError, match="1 bytes of memory free"):
-        shapes.measure("tiny", tmp_path, tmp_path / "lock")
+        measured(tmp_path)
 
 
 @pytest.mark.parametrize("name", shapes.CASES)

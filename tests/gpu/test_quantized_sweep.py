@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +11,40 @@ from torch import Tensor
 
 from specc.kernels.cuda import linear_q_fragments, linear_q_unpack
 from specc.kernels.cuda import linear_q_fragments_kernels as kernels
-from tests.gpu import quantized_products, quantized_sweep, sweep_lines, sweep_quantized
+from tests.gpu import quantized_products, quantized_sweep
 from tests.gpu.graph_timer import Graphs, NoGraphs
 from tests.gpu.quantized_products import KINDS, SHAPES, SHARED_BYTES, candidates, name_of
-from tests.gpu.quantized_sweep import Sweep
+from tests.gpu.quantized_sweep import QuantizedSweep
+from tests.gpu.results import Results
+from tests.gpu.test_sweep_tiles import DEVICE, values
 from tests.kernels.cuda.gluon_emulator import Launcher, emulated
-
-
-def options_of(output: Path, *more: str) -> argparse.Namespace:
-    return sweep_quantized.parse(["--dry-run", "--output", str(output), "--most", "1", *more])
 
 
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LAYERS", "LEAST_BYTES", "LEAST_CALLS", "REPLAYS"):
+    for name in ("LAYERS", "LEAST_BYTES", "LEAST_CALLS", "REPLAYS", "MOST"):
         monkeypatch.setattr(quantized_sweep, name, 1)
 
 
-def swept(output: Path) -> dict[str, Any]:
-    sweep_lines.assemble(Path(f"{output}.lines"), output)
-    return json.loads(output.read_text())
-
-
 def test_every_path(tmp_path: Path) -> None:
-    output = tmp_path / "swept.json"
-    sweep_quantized.work(options_of(output))
-    result = swept(output)
-    found, layers = result["found"], result["layers"]
-    assert not [item for item in (*found, *layers) if "error" in item]
-    names = {f"{kind} {shape}" for kind in (*KINDS, "bfloat16") for shape in SHAPES}
-    assert {item["shape"] for item in found} == names
-    forms = {item["candidate"].split("-")[0] for item in found}
-    assert forms == {"library", "dot", "slices", "vector", "fragments"}
-    both_ways = {(item["candidate"].split("-")[0], item["is_dependent"]) for item in found}
-    assert ("fragments", True) in both_ways
+    path = tmp_path / "events"
+    quantized_sweep.measure(Results(path), DEVICE, 60.0)
+    found = values(path)
+    assert {"copy 2 GB", "L2", "us of a launch"} <= found.pop("device").keys()
+    checks = [name for name in found if name.endswith("is right")]
+    assert len(checks) == len(KINDS) * len(quantized_sweep.CHECKED)
+    assert all(len(found.pop(name)["cases"]) == 4 for name in checks)
+    items = [*found.values()]
+    assert not [item for item in items if "error" in item]
+    layers = [item for item in items if item["shape"].startswith("layer")]
     # of two layouts, two models and two numbers of rows, ordinary and dependent
     assert len(layers) == 2 * 2 * 2 * 2
-    assert len(result["checks"]) == len(KINDS) * len(quantized_sweep.CHECKED) * 4
-    assert {"copy 2 GB", "L2", "us of a launch"} <= result["facts"].keys()
+    products = [item for item in items if item not in layers]
+    names = {f"{kind} {shape}" for kind in (*KINDS, "bfloat16") for shape in SHAPES}
+    assert {item["shape"] for item in products} == names
+    forms = {item["candidate"].split("-")[0] for item in products}
+    assert forms == {"library", "dot", "slices", "vector", "fragments"}
+    assert {item["is_dependent"] for item in products} == {True, False}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +70,7 @@ class Computing(NoGraphs):
 
 
 @pytest.fixture
-def emulated_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
+def emulated_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> QuantizedSweep:
     shapes = {"8b o": (32, 256), "8b down": (64, 512)}
     for module in (quantized_sweep, quantized_products):
         monkeypatch.setattr(module, "SHAPES", shapes)
@@ -84,11 +78,13 @@ def emulated_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     copy = emulated(kernels, linear_q_unpack)
     launcher = Launcher(copy.linear_q_fragments_kernel, ("launch_pdl",))
     monkeypatch.setattr(linear_q_fragments, "linear_q_fragments_kernel", launcher)
-    return Sweep(options_of(tmp_path / "swept.json"), Computing())
+    sweep = QuantizedSweep(Results(tmp_path / "events"), DEVICE, 600.0, (1, 6, 16))
+    sweep.graphs = Computing()
+    return sweep
 
 
 @pytest.mark.parametrize("kind", ["int4-g128", "fp8"])
-def test_right_results_are_seen(emulated_sweep: Sweep, kind: str) -> None:
+def test_right_results_are_seen(emulated_sweep: QuantizedSweep, kind: str) -> None:
     assert emulated_sweep.is_right(kind)
 
 
@@ -108,14 +104,14 @@ def other_each_time(out: Tensor, calls: list[None] = []) -> Tensor:  # noqa: B00
 
 @pytest.mark.parametrize("change", [lambda out: out.roll(1, 1), other_each_time])
 def test_what_is_wrong_is_not_timed(
-    emulated_sweep: Sweep, monkeypatch: pytest.MonkeyPatch, change: Any
+    emulated_sweep: QuantizedSweep, monkeypatch: pytest.MonkeyPatch, change: Any
 ) -> None:
     monkeypatch.setattr(linear_q_fragments, "multiply", multiplied_by(change))
     assert not emulated_sweep.is_right("int4-g128")
 
 
 def test_other_layouts_get_the_best_tiles_where_int4_is_at_its_aim(
-    emulated_sweep: Sweep, tmp_path: Path
+    emulated_sweep: QuantizedSweep,
 ) -> None:
     sweep = emulated_sweep
     assert not sweep.is_at_aim()
