@@ -5,6 +5,7 @@
     python3 -P tests/gpu/check.py C      attention, sampling, compute-sanitizer
     python3 -P tests/gpu/check.py D      products by quantized weights, and steps of 8B with them
     python3 -P tests/gpu/check.py E      mixtures, latent attention, kernels that never ran
+    python3 -P tests/gpu/check.py R      an engine of TensorRT-RTX
     python3 -P tests/gpu/check.py S      steps of all published shapes
     python3 -P tests/gpu/check.py T      tiles of products in bfloat16
 

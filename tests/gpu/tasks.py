@@ -5,6 +5,7 @@
     C  attention, sampling, collectives, compute-sanitizer, then what compares with others
     D  products by quantized weights, then steps of 8B with them
     E  steps of a mixture and of latent attention, kernels that have not run yet, compute-sanitizer
+    R  an engine of TensorRT-RTX that was built without a GPU
     S  steps of all published shapes
     T  tiles of products in bfloat16, for the tables
 
@@ -247,6 +248,12 @@ def command_e(tool: str | None) -> list[Stage]:
     ]
 
 
+def command_r() -> list[Stage]:
+    """Its process may be ended by the library; the next one goes on with what follows."""
+    task = Task("tensorrt", "rtx", "tests.gpu.tensorrt_check:check", {}, 20.0, 60.0, True)
+    return [Stage(150.0, (task,), 1)]
+
+
 def command_s() -> list[Stage]:
     from tests.gpu.shapes import CASES
 
@@ -262,5 +269,5 @@ def commands(
 ) -> dict[str, list[Stage]]:
     return {
         "A": command_a(), "B": command_b(files), "C": command_c(tool), "D": command_d(),
-        "E": command_e(tool), "S": command_s(), "T": command_t(),
+        "E": command_e(tool), "R": command_r(), "S": command_s(), "T": command_t(),
     }  # fmt: skip

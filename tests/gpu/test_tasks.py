@@ -53,13 +53,22 @@ def test_what_the_commands_are_for():
         },
         "D": {"sweep", "shapes"},
         "E": {"shapes", "kernels", "sweep", "sanitizer"},
+        "R": {"tensorrt"},
         "S": {"shapes"},
         "T": {"sweep"},
     }
     # nothing runs beside what is measured, and steps come first
     for stages in PLAN.values():
         for stage in stages:
-            measures = {"steps", "attention", "sampling", "collectives", "transformers", "sweep"}
+            measures = {
+                "steps",
+                "attention",
+                "sampling",
+                "collectives",
+                "transformers",
+                "sweep",
+                "tensorrt",
+            }
             if measures & {task.part for task in stage.tasks}:
                 assert len(stage.tasks) == 1
     assert [task.part for task in PLAN["A"][0].tasks] == ["steps"]
@@ -130,7 +139,7 @@ def test_entries_exist(task):
 def test_names_that_nothing_has_are_refused_with_the_list(capsys):
     for arguments, listed in (
         (["--files", "test_nothing"], "test_attend"),
-        (["X"], "A, B, C, D, E, S, T"),
+        (["X"], "A, B, C, D, E, R, S, T"),
         (["D", "--tasks", "nothing"], "8b-1b int4"),
         (["--only", "nothing"], "replay"),
     ):
