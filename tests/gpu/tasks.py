@@ -250,8 +250,8 @@ def command_e(tool: str | None) -> list[Stage]:
 
 def command_r() -> list[Stage]:
     """Its process may be ended by the library; the next one goes on with what follows."""
-    task = Task("tensorrt", "rtx", "tests.gpu.tensorrt_check:check", {}, 20.0, 60.0, True)
-    return [Stage(150.0, (task,), 1)]
+    task = Task("tensorrt", "rtx", "tests.gpu.tensorrt_check:check", {}, 20.0, 120.0, True)
+    return [Stage(240.0, (task,), 1)]
 
 
 def command_s() -> list[Stage]:
