@@ -36,6 +36,8 @@ from specc.runtime.backends.program_files import (
 )
 
 _DO = "compile the engine again"
+# what the texts of the library begin with, and those that are about the machine
+_REFUSES, _NO_MEMORY = "specc: ", "specc: no memory"
 # position of `ancestors` in the inputs of a program
 _ANCESTORS = 5
 # values of a loop that take a thread as long as sharing them among threads does
@@ -206,6 +208,21 @@ def failed() -> BaseException:
     if (error := take_error()) is not None:
         return error
     return RuntimeError(error_text())
+
+
+def refusal(error: BaseException) -> EngineError | None:
+    """What an operator of the library says of arguments that it does not take; None: other errors.
+
+    Whoever calls a step hands it what it was compiled for, so it is the engine that is wrong.
+    """
+    text = str(error)
+    if not text.startswith(_REFUSES) or text.startswith(_NO_MEMORY):
+        return None
+    return EngineError(
+        text.removeprefix(_REFUSES).strip().splitlines()[0],
+        "an engine whose operators take what its step hands them",
+        "compile it again; if that does not help, report it with the engine's manifest.json",
+    )
 
 
 def _code_of(name: str) -> int:

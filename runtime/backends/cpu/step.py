@@ -22,7 +22,7 @@ from specc.runtime.backends.cpu.native_calls import (
     made,
     tensor_at,
 )
-from specc.runtime.backends.cpu.program import CpuProgram, failed
+from specc.runtime.backends.cpu.program import CpuProgram, failed, refusal
 from specc.runtime.backends.cpu.segments import CpuSegments, stream_error
 from specc.runtime.backends.cpu.step_encoder import StepEncoder
 from specc.runtime.backends.program_files import plan_of
@@ -147,12 +147,14 @@ class NativeStep:
         """Raise what a call has failed with.
 
         Raises:
-            EngineError: weights that stay in their file could not be read.
+            EngineError: weights that stay in their file could not be read, or an operator refuses
+                what the step hands it.
             RankError: another rank is why a collective failed, whatever it could not read.
         """
         if status:
             error = failed()
-            raise rank_error(error) or stream_error(error) or error from None
+            found = rank_error(error) or stream_error(error) or refusal(error)
+            raise found or error from None
 
 
 class CpuStep:

@@ -318,25 +318,25 @@ def test_steps_survive() -> None:
     step = NativeStep(SimpleNamespace(code=code.pointer, host_slots=[3, 9, -1]), Pool())  # type: ignore[arg-type]
     table = torch.zeros(1, 2, dtype=torch.int32)
     for first, last in ((1, 2), (0, 3), (-1, 1), (2, 1), (1 << 40, 1 << 41)):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(EngineError):
             step.step([1, 0], table, first, last, reads=False)
         if first:
-            with pytest.raises(RuntimeError):
+            with pytest.raises(EngineError):
                 step.run([], first, last)
     for rows in ([], [1], [1, 2, 3] * 5):
         wrong = table.expand(len(rows) + 2, 2)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(EngineError):
             step.step(rows, wrong, 0, 1, reads=False)
     for results in (True, False):
         for slot in (3, 5, 6, -1):
             with pytest.raises(RuntimeError):
                 step.get(slot)
         if results:
-            with pytest.raises(RuntimeError, match="a tensor that a stage has made"):
+            with pytest.raises(EngineError, match="a tensor that a stage has made"):
                 step.step([1, 0], table, 0, 2, reads=True)
         else:
             step.step([1, 0], table, 0, 2, reads=False, stays=True)
-    with pytest.raises(RuntimeError, match="1 step or more"):
+    with pytest.raises(EngineError, match="1 step or more"):
         step.steps([1, 0], table, 0, [])
     step.step([1, 0], table, 0, 1, reads=False)
     step.step([1, 0], table, 1, 2, reads=False)
