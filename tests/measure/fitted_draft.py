@@ -56,8 +56,8 @@ def load(target: str, draft: Path, root: Path, quantize: str | None) -> Engine:
 def measure(
     engine: Engine, prompts: list[Any], tokens: int, temperature: float, rounds: int
 ) -> list[dict[str, Any]]:
-    """A row for each plan."""
-    names = (OFF.name, *(plan.name for plan in PLANS))
+    """A row for each plan of an engine, off first."""
+    names = (OFF.name, *(name for name in engine.plans if name != OFF.name))
     params = [
         SamplingParams(temperature=temperature, max_tokens=tokens, seed=n, ignore_eos=True)
         for n in range(len(prompts))
