@@ -14,7 +14,7 @@ BACKEND_OPTIONS = (
     "compute_capability", "decomposable_attention", "tensor_parallel_size",
     "draft_tensor_parallel_size", "draft_ranks", "segments", "kv_cache_dtype",
     "pipeline_parallel_size", "quantize", "draft_quantize", "weight_fragments", "activation_bits",
-    "lora",
+    "lora", "batch_invariant",
 )  # fmt: skip
 
 

@@ -161,6 +161,12 @@ class CompileConfig:
         " eager), a fourth to a half of the bytes, rounded to 8 bits with a scale for each token"
         " and KV head. Outputs differ a little from those of auto; speculation stays lossless.",
     )
+    batch_invariant: bool = option(
+        False,
+        "Let the target's logits depend on a request's tokens alone, to the last bit: not on the"
+        " plan, nor on other requests, chunks of prompts, preemption or threads. For the backend"
+        " cpu, where that holds anyway but for long prompts of models with latent attention (MLA).",
+    )
     mla_cache: str = option(
         MLA_AUTO,
         "What the KV cache holds of models with multi-head latent attention (DeepSeek V2 and V3):"
@@ -404,6 +410,7 @@ class CompileOptions(TypedDict, total=False):
     block_size: int
     kv_cache_tokens: int | None
     kv_cache_dtype: str
+    batch_invariant: bool
     mla_cache: str
     state_checkpoints: int | None
     state_grid: int | None

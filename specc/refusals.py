@@ -221,6 +221,16 @@ REFUSALS: tuple[Refusal, ...] = (
         )
         for other in (RANKS, STAGES, SEGMENTS)
     ),
+    *(
+        Refusal(
+            option("batch_invariant", with_value=False),
+            other,
+            "one rank: the order of sums over several has not been compared with plain decoding's",
+            "leave out {option}, or {other}",
+            "{a}, and {b}",
+        )
+        for other in (RANKS, STAGES)
+    ),
     Refusal(
         RANKS,
         OVER_CACHE,

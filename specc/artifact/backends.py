@@ -201,8 +201,8 @@ register(
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
         attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
-        cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU, keeps_states=True,
-        drafts_keep_states=True,
+        cuts_quantized=True, takes_activation_bits=True, options=(*_ON_CPU, "batch_invariant"),
+        keeps_states=True, drafts_keep_states=True,
     )
 )  # fmt: skip
 register(

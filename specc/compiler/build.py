@@ -287,6 +287,7 @@ def _describe(
         segments=_segments(engine),
         kv_cache_dtype=context.config.kv_cache_dtype,
         activation_bits=context.config.activation_bits,
+        batch_invariant=context.config.batch_invariant,
         adapters=adapter_entries(context.adapters),
     )
 

@@ -231,7 +231,9 @@ def _mix(kind: str | None) -> Phases:
 
 
 def _prompts(context: CompileContext) -> Phases:
-    expands = context.facts.expands_prompts and _latent(context, 1)
+    # a prompt's chunks and what stands beside them decide which sequences are expanded
+    expands = context.facts.expands_prompts and not context.config.batch_invariant
+    expands = expands and bool(_latent(context, 1))
     return ((PROMPTS, (ExpandPrompts,)),) if expands else ()
 
 

@@ -27,6 +27,7 @@ GIVEN = {
     "kv_cache_dtype": "int8", "weight_only": True,
     "activation_bits": 8, "mla_cache": "latent", "calibration": Path("texts.txt"),
     "state_checkpoints": 4, "state_grid": 32, "lora": ("sql=adapters/sql",),
+    "batch_invariant": True,
 }  # fmt: skip
 # fields that take several values, and one alone
 LISTS = ("draft_dtype", "draft_kv", "draft_assume", "draft_quantize")
