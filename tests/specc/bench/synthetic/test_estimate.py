@@ -400,6 +400,7 @@ def test_the_command(tmp_path) -> None:
         "batch_size": 1,
         "dtype": "bfloat16",
         "quantize": None,
+        "draft_quantize": None,
     }
     for text in ("nothing was measured", "assumed; to be measured", "off"):
         assert text in " ".join(result.output.split())
