@@ -13,7 +13,8 @@ from specc.errors import ConfigError
 BACKEND_OPTIONS = (
     "compute_capability", "decomposable_attention", "tensor_parallel_size",
     "draft_tensor_parallel_size", "draft_ranks", "segments", "kv_cache_dtype",
-    "pipeline_parallel_size", "quantize", "weight_fragments", "activation_bits", "lora",
+    "pipeline_parallel_size", "quantize", "draft_quantize", "weight_fragments", "activation_bits",
+    "lora", "batch_invariant",
 )  # fmt: skip
 
 
@@ -61,9 +62,14 @@ class CompileRequest:
     def self_drafts(self) -> list[Any]:
         return [draft for plan in self.known_plans for draft in plan.self_drafts]
 
-    def has_weights_in(self, *kinds: str) -> bool:
-        """Some weights are rounded to one of these, or are integers of a checkpoint."""
+    def has_weights_in(self, *kinds: str, with_drafts: bool = True) -> bool:
+        """Some weights are rounded to one of these, or are integers of a checkpoint.
+
+        Args:
+            with_drafts: count what draft models alone are rounded to.
+        """
         rounded = {draft.weights for draft in self.self_drafts} | {self.config.quantize}
+        rounded |= set(self.config.draft_quantize if with_drafts else ())
         return bool(self.schemes) or not rounded.isdisjoint(kinds)
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypedDict
 from specc.artifact.backends import ACTIVATION_BITS
 from specc.artifact.kv_rows import AUTO as AS_MODEL
 from specc.artifact.kv_rows import KV_CACHE_DTYPES
-from specc.artifact.mixes import MIXES
 from specc.artifact.mla_cache import AUTO as MLA_AUTO
 from specc.artifact.mla_cache import MLA_CACHES
 from specc.close_name import advice
@@ -18,6 +17,7 @@ from specc.compile_request import CompileRequest
 from specc.dtypes import parse_dtype
 from specc.errors import ConfigError
 from specc.option import check_ranges, option
+from specc.quantize_options import check_group, check_kind, layout_of
 from specc.refusals import refuse
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from specc.speculation.plans import SpecPlan
 
 DEFAULT_MAX_LOGITS_MB = 512
-_QUANTIZE_GROUPS = (32, 64, 128)
-_QUANTIZE = ("int8", "int4", "fp8", *MIXES)
 
 
 # upper ends of ranges are those of traced dimensions (passes/frontend/trace.py), or beyond any use
@@ -83,9 +81,16 @@ class CompileConfig:
         " Outputs are those of the rounded weights. onnx has no fp8.",
         metavar="int8|int4|fp8|q4_k_m|…",
     )
+    draft_quantize: tuple[str, ...] = option(
+        (),
+        "The same for draft models, heads included, or off: their weights stay in floating point."
+        " Once for all of them, or once for each. The default is what --quantize says, and off for"
+        " heads. Outputs are those of the target, whatever its drafts have.",
+        metavar="int8|int4|fp8|q4_k_m|…|off",
+    )
     quantize_group: int | None = option(
         None,
-        "How many columns share a scale, with --quantize int4 or int8: 32, 64 or 128. Smaller"
+        "How many columns share a scale, with weights in int4 or int8: 32, 64 or 128. Smaller"
         " groups are more exact and larger. The default is 64 with int4, and with int8 all of an"
         " output.",
     )
@@ -155,6 +160,12 @@ class CompileConfig:
         "How the KV cache holds rows: auto, in the type of the model, or int8 (backends cpu and"
         " eager), a fourth to a half of the bytes, rounded to 8 bits with a scale for each token"
         " and KV head. Outputs differ a little from those of auto; speculation stays lossless.",
+    )
+    batch_invariant: bool = option(
+        False,
+        "Let the target's logits depend on a request's tokens alone, to the last bit: not on the"
+        " plan, nor on other requests, chunks of prompts, preemption or threads. For the backend"
+        " cpu, where that holds anyway but for long prompts of models with latent attention (MLA).",
     )
     mla_cache: str = option(
         MLA_AUTO,
@@ -265,7 +276,7 @@ class CompileConfig:
         if isinstance(self.lora, Mapping):
             pairs = tuple(f"{name}={path}" for name, path in self.lora.items())
             object.__setattr__(self, "lora", pairs)
-        for name in ("draft_dtype", "draft_kv", "draft_assume", "lora"):
+        for name in ("draft_dtype", "draft_quantize", "draft_kv", "draft_assume", "lora"):
             if isinstance(given := getattr(self, name), str):
                 object.__setattr__(self, name, (given,))
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
@@ -296,31 +307,14 @@ class CompileConfig:
 
     @property
     def quantization(self) -> str | None:
-        """How projections are stored, but for zero points: `int8-g32`, `int4-g64`, …; None in the
-        engine's dtype.
-        """
-        group = self.quantize_group
-        if self.quantize == "int4":
-            group = group or _QUANTIZE_GROUPS[1]
-        return self.quantize if group is None else f"{self.quantize}-g{group}"
+        """How projections of the target are stored, see `layout_of`."""
+        return layout_of(self.quantize, self.quantize_group)
 
     def _check_quantization(self) -> None:
-        if self.quantize not in (None, *_QUANTIZE):
-            raise ConfigError(
-                f"--quantize {self.quantize}",
-                f"{', '.join(_QUANTIZE[:-1])} or {_QUANTIZE[-1]}",
-                advice(
-                    str(self.quantize),
-                    _QUANTIZE,
-                    "choose one of them, or leave out --quantize",
-                ),
-            )
-        if self.quantize_group not in (None, *_QUANTIZE_GROUPS):
-            raise ConfigError(
-                f"--quantize-group {self.quantize_group}",
-                "32, 64 or 128",
-                "choose one of them, or leave it out: 64 with int4, one scale an output with int8",
-            )
+        check_kind("--quantize", self.quantize)
+        for kind in self.draft_quantize:
+            check_kind("--draft-quantize", kind, is_draft=True)
+        check_group(self.quantize_group)
         if self.activation_bits not in (None, *ACTIVATION_BITS):
             raise ConfigError(
                 f"--activation-bits {self.activation_bits}",
@@ -364,6 +358,16 @@ class CompileConfig:
         """
         return [self.dtype, *_for_each(self.draft_dtype, self.dtype, num_drafts, "dtype", "type")]
 
+    def rounded_drafts(self, num_drafts: int) -> list[str | None]:
+        """What each draft model is rounded to, as `draft_quantize` has it; None as `quantize` says.
+
+        Raises:
+            ConfigError: neither one format for all drafts nor one each.
+        """
+        if not self.draft_quantize:
+            return [None] * num_drafts
+        return [*_for_each(self.draft_quantize, "", num_drafts, "quantize", "format")]
+
     def kv_windows_of(self, num_drafts: int) -> list[KVWindow | None]:
         """Rows that the target and each draft model attend to; None is all of them.
 
@@ -393,6 +397,7 @@ class CompileOptions(TypedDict, total=False):
     draft_kv: str | Sequence[str]
     draft_assume: str | Sequence[str]
     quantize: str | None
+    draft_quantize: str | Sequence[str]
     quantize_group: int | None
     weight_fragments: bool
     calibration: str | Path | None
@@ -405,6 +410,7 @@ class CompileOptions(TypedDict, total=False):
     block_size: int
     kv_cache_tokens: int | None
     kv_cache_dtype: str
+    batch_invariant: bool
     mla_cache: str
     state_checkpoints: int | None
     state_grid: int | None
@@ -430,6 +436,8 @@ def _for_each(
         raise ConfigError(
             f"{len(given)} times --draft-{option}, and {num_drafts} draft models",
             f"one {what} for all draft models, or one each in their order",
-            f"repeat --draft-{option} as often as --draft with a model, or pass it once",
+            f"repeat --draft-{option} as often as --draft with a model, or pass it once"
+            if num_drafts
+            else f"leave out --draft-{option}, or pass --draft with a model",
         )
     return given if len(given) > 1 else (given or (default,)) * num_drafts

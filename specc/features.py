@@ -12,6 +12,7 @@ from typing import Any
 from specc.artifact.mixes import MIXES
 from specc.compile_request import CompileRequest, Feature
 from specc.drafters.facts import Cache
+from specc.quantize_options import has_groups
 
 
 def _flag(name: str) -> str:
@@ -41,10 +42,23 @@ def self_draft(name: str, matches: Callable[[Any, CompileRequest], bool]) -> Fea
     return Feature(name, given)
 
 
-def rounded_to(kind: str) -> Feature:
-    """Weights that --quantize rounds."""
-    quantize = f"--quantize {kind}"
-    return Feature(quantize, lambda request: quantize if request.config.quantize == kind else None)
+def rounded_to(*kinds: str, name: str | None = None) -> Feature:
+    """The target's weights are rounded to one of these."""
+    return Feature(
+        f"--quantize {name or kinds[0]}",
+        lambda x: f"--quantize {x.config.quantize}" if x.config.quantize in kinds else None,
+    )
+
+
+def some_rounded_to(*kinds: str, name: str | None = None) -> Feature:
+    """Likewise, or those of a draft model."""
+    of_target = rounded_to(*kinds, name=name)
+
+    def given(request: CompileRequest) -> str | None:
+        drafts = (x for x in request.config.draft_quantize if x in kinds)
+        return of_target.given(request) or _first(f"--draft-quantize {x}" for x in drafts)
+
+    return Feature(f"{of_target.name}, or --draft-quantize", given)
 
 
 def in_dtype(name: str) -> Feature:
@@ -81,8 +95,9 @@ def quantized_checkpoint(request: CompileRequest) -> str | None:
 def quantized_ranks(request: CompileRequest) -> str | None:
     """Integers or fp8 that are cut."""
     # drafts are cut for as many, or not at all
-    ranks = request.config.tensor_parallel_size
-    is_asked = ranks > 1 and request.has_weights_in("int8", "int4", "fp8", *MIXES)
+    ranks, are_cut = request.config.tensor_parallel_size, CUT_DRAFTS.given(request) is not None
+    kinds = ("int8", "int4", "fp8", *MIXES)
+    is_asked = ranks > 1 and request.has_weights_in(*kinds, with_drafts=are_cut)
     return f"quantized weights for {ranks} ranks" if is_asked else None
 
 
@@ -92,6 +107,15 @@ def no_integers(request: CompileRequest) -> str | None:
     if not request.dtypes or request.has_weights_in("int8", "int4", *MIXES):
         return None
     return "without weights in int8 or int4"
+
+
+def _no_groups(config: Any) -> str | None:
+    """Formats whose groups cannot be chosen, or none."""
+    asked = [*(f"--quantize {x}" for x in [config.quantize] if x)]
+    asked += [f"--draft-quantize {x}" for x in config.draft_quantize]
+    if any(has_groups(x.split()[1]) for x in asked):
+        return None
+    return asked[0] if asked else "no weights in int8 or int4"
 
 
 def chooses_beside(draft: Any) -> bool:
@@ -146,10 +170,8 @@ RANKS = option("tensor_parallel_size")
 GROUP, BITS = option("quantize_group"), option("activation_bits")
 CALIBRATION = option("calibration")
 ADAPTERS = option("lora", with_value=False)
-A_MIX = Feature(
-    "--quantize q4_k_m and the like",
-    lambda x: f"--quantize {x.config.quantize}" if x.config.quantize in MIXES else None,
-)
+A_MIX = rounded_to(*MIXES, name="q4_k_m and the like")
+SOME_MIX = some_rounded_to(*MIXES, name="q4_k_m and the like")
 DENSE = Feature(
     "--block-size 0", lambda request: None if request.config.block_size else "--block-size 0"
 )
@@ -182,6 +204,7 @@ PARTS_OF_STATES = Feature(
     lambda x: (RANKS.given(x) or STAGES.given(x)) if x.keeps_states else None,
 )
 UNQUANTIZED = Feature("no --quantize", lambda x: None if x.config.quantize else "no --quantize")
+UNGROUPED = Feature("no weights in int8 or int4", lambda request: _no_groups(request.config))
 RELOAD = Feature(
     "new weights of a draft (reload_draft)",
     lambda x: "reload_draft" if "reload_draft" in x.while_running else None,

@@ -31,10 +31,12 @@ from specc.features import (
     SEGMENTS,
     SELF_DRAFT,
     SLEEP,
+    SOME_MIX,
     STAGES,
     STATES,
     TARGET_QUANTIZED,
     TARGET_SCHEME,
+    UNGROUPED,
     UNQUANTIZED,
     WINDOW,
     WINDOW_OF_HEAD,
@@ -47,6 +49,7 @@ from specc.features import (
     quantized_ranks,
     rounded_to,
     self_draft,
+    some_rounded_to,
     without_blocks,
 )
 
@@ -61,10 +64,6 @@ def refuse(request: CompileRequest) -> None:
 _STAGED = (
     "a target in stages, with models or lookups that draft on rank 0",
     "leave out {option}, or --pipeline-parallel-size",
-)
-_ONE_SCALE = (
-    "--quantize int8 or int4: fp8 has one scale for each output",
-    "leave out --quantize-group",
 )
 _WITHOUT = "leave out {other}, or choose another draft"
 _NO_BITS = "pass --quantize int8 or int4, or leave out --activation-bits"
@@ -87,8 +86,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "drafts that are one rank's each, or cut for all ranks",
         "leave out one of the two",
     ),
-    Refusal(GROUP, UNQUANTIZED, *_ONE_SCALE, found="{a}"),
-    Refusal(GROUP, rounded_to("fp8"), *_ONE_SCALE),
+    Refusal(
+        GROUP,
+        UNGROUPED,
+        "--quantize or --draft-quantize int8 or int4: fp8 has one scale for each output, and"
+        " llama.cpp's formats have groups of their own",
+        "leave out --quantize-group",
+    ),
     Refusal(
         ROUNDED,
         SEGMENTS,
@@ -121,10 +125,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     *(
         Refusal(
-            rounded_to(kind),
+            some_rounded_to(kind),
             Backends(lambda facts, options, kind=kind: kind in facts.quantized),  # type: ignore[misc]
-            f"--quantize {{quantized}}, or a backend that reads {kind}: {{list}}",
-            "pass --backend {taker}, or --quantize {kind}",
+            f"{{option}} {{quantized}}, or a backend that reads {kind}: {{list}}",
+            "pass --backend {taker}, or {option} {kind}",
             "{a} with backend {b}",
         )
         for kind in ("int8", "int4", "fp8")
@@ -217,6 +221,16 @@ REFUSALS: tuple[Refusal, ...] = (
         )
         for other in (RANKS, STAGES, SEGMENTS)
     ),
+    *(
+        Refusal(
+            option("batch_invariant", with_value=False),
+            other,
+            "one rank: the order of sums over several has not been compared with plain decoding's",
+            "leave out {option}, or {other}",
+            "{a}, and {b}",
+        )
+        for other in (RANKS, STAGES)
+    ),
     Refusal(
         RANKS,
         OVER_CACHE,
@@ -294,13 +308,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "{a}, and {b}",
     ),
     Refusal(
-        A_MIX,
+        SOME_MIX,
         Backends(lambda facts, options: "ggml" in facts.quantized),
-        "--quantize {quantized}, or a backend that reads such blocks: {list}",
-        "pass --backend {taker}, or --quantize int8",
+        "{option} {quantized}, or a backend that reads such blocks: {list}",
+        "pass --backend {taker}, or {option} int8",
         "{a} with backend {b}",
     ),
-    Refusal(GROUP, A_MIX, "formats that have groups of their own", "leave out --quantize-group"),
     Refusal(
         CALIBRATION,
         TARGET_SCHEME,

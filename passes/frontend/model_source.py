@@ -55,6 +55,8 @@ class ModelSource:
         read_by_drafts: tensors of its checkpoint that drafts read.
         vocabulary: which of its ids stand for the target's, where it is a draft of other tokens.
         head: what it is, where it reads the target's hidden states.
+        quantize: format that its weights are rounded to, where it is a draft that has one of its
+            own; see `CompileConfig.draft_quantize`.
     """
 
     name: str
@@ -74,6 +76,7 @@ class ModelSource:
     read_by_drafts: set[str] = field(default_factory=set)
     vocabulary: VocabularyMap | None = None
     head: HeadSpec | None = None
+    quantize: str | None = None
 
     @classmethod
     def load(

@@ -156,8 +156,9 @@ ZERO_POINTS, SHORT_GROUPS = "zero points", "short groups"
 _QUANTIZED_EXTRAS = (ZERO_POINTS, SHORT_GROUPS)
 _DTYPES = (*_TWO_DTYPES, "float16")
 _RANKS = ("tensor_parallel_size", "draft_tensor_parallel_size")
+_ROUNDS = ("quantize", "draft_quantize")
 _ON_CPU = (
-    *_RANKS, "draft_ranks", "segments", "kv_cache_dtype", "pipeline_parallel_size", "quantize",
+    *_RANKS, *_ROUNDS, "draft_ranks", "segments", "kv_cache_dtype", "pipeline_parallel_size",
     "activation_bits", "lora",
 )  # fmt: skip
 _known: dict[str, BackendFacts] = {}
@@ -200,8 +201,8 @@ register(
         attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
         attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
-        cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU, keeps_states=True,
-        drafts_keep_states=True,
+        cuts_quantized=True, takes_activation_bits=True, options=(*_ON_CPU, "batch_invariant"),
+        keeps_states=True, drafts_keep_states=True,
     )
 )  # fmt: skip
 register(
@@ -214,7 +215,7 @@ register(
         attention_extras=_EXTRAS, most_latent=(512, 64),
         expands_prompts=False,
         options=(
-            *_RANKS, "draft_ranks", "pipeline_parallel_size", "quantize", "weight_fragments",
+            *_RANKS, *_ROUNDS, "draft_ranks", "pipeline_parallel_size", "weight_fragments",
         ),
     )
 )  # fmt: skip
@@ -233,7 +234,7 @@ register(
     BackendFacts(
         "onnx", _DTYPES, "cpu", "padded", model_files=("onnx_file",),
         unrun_dtypes=("bfloat16",), quantized=("int8", "int4"), quantized_extras=_QUANTIZED_EXTRAS,
-        attention_extras=("slopes", "chunks", LATENT_ROWS), options=(*_RANKS, "quantize"),
+        attention_extras=("slopes", "chunks", LATENT_ROWS), options=(*_RANKS, *_ROUNDS),
     )
 )  # fmt: skip
 register(
@@ -241,6 +242,6 @@ register(
         "tensorrt", _DTYPES, "cuda", "padded", is_captured=True, scores_prompts=False,
         model_files=("onnx_file", "plan_file", "build_file"), quantized=("int8", "int4", "fp8"),
         attention_extras=("chunks",),
-        options=("compute_capability", "decomposable_attention", *_RANKS, "quantize"),
+        options=("compute_capability", "decomposable_attention", *_RANKS, *_ROUNDS),
     )
 )  # fmt: skip

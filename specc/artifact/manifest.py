@@ -17,6 +17,7 @@ from specc.artifact.manifest_checks import (
     check_checkpoints,
     check_choice,
     check_files,
+    check_invariance,
     check_kv_rows,
     check_models,
     check_parallel,
@@ -69,6 +70,7 @@ class Manifest:
         kv_cache_dtype: how caches hold rows, see `specc.artifact.kv_rows`.
         activation_bits: of the integers that rows become before quantized weights multiply them;
             None is as many as their type asks for.
+        batch_invariant: logits have the same bits with any plan, batch, chunk and preemption.
         adapters: of the target, which requests choose by name.
         probe: what the compiler measured at the end, or None.
         instructions: version of the operators that its graphs call.
@@ -94,6 +96,7 @@ class Manifest:
     segments: SegmentsEntry | None = None
     kv_cache_dtype: str = AUTO
     activation_bits: int | None = number(1, 64, default=None)
+    batch_invariant: bool = False
     adapters: tuple[AdapterEntry, ...] = ()
     probe: dict[str, Any] | None = None
     instructions: int = number(0, MOST_LAYERS, default=INSTRUCTIONS_VERSION)
@@ -183,6 +186,8 @@ class Manifest:
             del data["kv_cache_dtype"]
         if self.activation_bits is None:
             del data["activation_bits"]
+        if not self.batch_invariant:
+            del data["batch_invariant"]
         if not self.adapters:
             del data["adapters"]
         return data
@@ -220,7 +225,7 @@ class Manifest:
         # whose rows are in the type of the model
         absent: dict[str, Any] = {
             "parallel": None, "self_drafts": [], "segments": None, "kv_cache_dtype": AUTO,
-            "activation_bits": None, "adapters": [],
+            "activation_bits": None, "batch_invariant": False, "adapters": [],
         }  # fmt: skip
         if isinstance(data.get("parallel"), dict):
             absent["parallel"] = {"draft_ranks": 1, "stages": []} | data["parallel"]
@@ -246,6 +251,7 @@ class Manifest:
         check_checkpoints(self.limits)
         check_kv_rows(self.kv_cache_dtype, self.backend)
         check_activation_bits(self.activation_bits, self.backend)
+        check_invariance(self.batch_invariant, self.backend)
         check_plans(self.plans, self.models, self.limits)
         check_self_drafts(self.self_drafts, self.models[0], self.plans)
         check_adapters(self.adapters)

@@ -183,6 +183,12 @@ def check_activation_bits(activation_bits: int | None, backend: str) -> None:
         raise invalid(f"activation_bits is {activation_bits!r}", " or ".join(map(str, known)))
 
 
+def check_invariance(batch_invariant: bool, backend: str) -> None:
+    """Raises EngineError: what the backend does not promise."""
+    if batch_invariant and "batch_invariant" not in facts_of(backend).options:
+        raise invalid(f"batch_invariant is true, of the backend {backend}", "false")
+
+
 def check_plans(
     plans: Sequence[PlanEntry], models: Sequence[ModelEntry], limits: LimitsEntry
 ) -> None:

@@ -157,6 +157,8 @@ def rotary_lines(manifest: Manifest) -> list[str]:
 def weight_lines(manifest: Manifest) -> list[str]:
     """What is unusual about the weights: such that are not finite, and tensors nobody reads."""
     lines = []
+    if manifest.batch_invariant:
+        lines.append("logits have the same bits with any plan, batch and chunks of prompts")
     if (bits := manifest.activation_bits) is not None:
         lines.append(f"weights in int8 and int4 are multiplied with values of {bits} bits")
     for model in manifest.models:

@@ -123,6 +123,7 @@ def build(
     phases = PhaseTimer(listen)
     draft_models = as_drafts(drafts)
     config.dtypes_of(len(draft_models))
+    config.rounded_drafts(len(draft_models))
     config.check_draft_ranks(len(draft_models))
     plans = engine_plans(config, len(draft_models))
     backend, told = choose_backend(config.backend, config)
@@ -216,7 +217,7 @@ def _compile(
     records += told
     check_used_bits(config, [*(x.program for x in models), *(x.program for x in drafts)])
     for model in models:
-        model.entry = describe_quantization(model, context.quantization)
+        model.entry = describe_quantization(model, context.layout_of(model.source))
     lend_weights(context, models)
     if config.pipeline_parallel_size > 1:
         records += make_stages(context, models[0])
@@ -286,6 +287,7 @@ def _describe(
         segments=_segments(engine),
         kv_cache_dtype=context.config.kv_cache_dtype,
         activation_bits=context.config.activation_bits,
+        batch_invariant=context.config.batch_invariant,
         adapters=adapter_entries(context.adapters),
     )
 

@@ -52,6 +52,7 @@ class CheckedModels:
         candidates: the target first.
         warnings: what the user should know.
         kv_windows: rows that the layers of each attend to; None is all of them.
+        rounded: what each is rounded to, where it is a draft that has a format of its own.
         plans: of the engine, with the heads among its drafts.
         taps: hidden states that the target keeps for its heads, or None.
         is_weight_only: see `open_checkpoint`.
@@ -62,6 +63,7 @@ class CheckedModels:
     tokens: TokenizerFiles
     warnings: list[str]
     kv_windows: list[KVWindow | None]
+    rounded: list[str | None]
     plans: list[SpecPlan]
     taps: Taps | None
     is_weight_only: bool = False
@@ -113,9 +115,10 @@ class CheckedModels:
         reads_hidden = request.reads_hidden or bool(request.heads)
         refuse(replace(request, plans=plans, reads_hidden=reads_hidden, mapped=tuple(tokens.maps)))
         windows = config.kv_windows_of(len(drafts))
-        told = [*tokens.warnings, *told]
-        taps = taps_of(candidates)
-        return cls(candidates, dtypes, tokens, told, windows, plans, taps, config.weight_only)
+        rounded = [None, *config.rounded_drafts(len(drafts))]
+        told, taps = [*tokens.warnings, *told], taps_of(candidates)
+        given = (windows, rounded, plans, taps, config.weight_only)
+        return cls(candidates, dtypes, tokens, told, *given)
 
     def load(self) -> list[ModelSource]:
         """Open them; no weight is read.
@@ -124,17 +127,19 @@ class CheckedModels:
             SpeccError: see `ModelSource.load`.
         """
         sources: list[ModelSource] = []
-        models = zip(self.candidates, self.dtypes, self.kv_windows, strict=True)
-        for candidate, dtype, window in models:
+        models = zip(self.candidates, self.dtypes, self.kv_windows, self.rounded, strict=True)
+        for candidate, dtype, window, rounded in models:
             with errors_of(candidate.name), advice_for(candidate.model):
                 kind = getattr(torch, dtype)
                 if candidate.head is not None:
                     given = (sources[0], kind, candidate.name)
-                    sources.append(head_source(candidate.head, *given))
+                    source = head_source(candidate.head, *given)
+                    source.quantize = rounded
+                    sources.append(source)
                     continue
                 sizes = (kind, candidate.rope_length, self.is_weight_only)
                 source = ModelSource.load(candidate.name, candidate.model, *sizes)
-                source.kv_window = window
+                source.kv_window, source.quantize = window, rounded
                 source.vocabulary = self.tokens.maps.get(candidate.name)
                 sources.append(source)
         return sources

@@ -232,7 +232,7 @@ def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry
 
     Args:
         model: after its last pass.
-        asked: what `--quantize` says, or None; it says nothing of drafts that read hidden states.
+        asked: layout that it was to be rounded to, or None.
     """
     counts: Counter[str] = Counter()
     for weight in model.program.weights.values():
@@ -240,7 +240,8 @@ def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry
             counts[weight.quantized.name] += math.prod(weight.shape)
     names = [name for name, _ in counts.most_common()]
     scheme = model.source.scheme
-    is_asked = scheme is None and model.source.head is None
+    # where nothing was asked for, weights that a head shares with its target are as they are there
+    is_asked = scheme is None and (asked is not None or model.source.head is None)
     stored = asked if is_asked else " and ".join(names) or None
     return dataclasses.replace(
         model.entry,

@@ -30,6 +30,7 @@ from specc.passes.program import Program
 from specc.passes.step.step_graph import TARGET
 from specc.passes.step.tiles import logit_rows, pass_rows, tile_plan
 from specc.progress import PhaseTimer
+from specc.quantize_options import layout_of
 from specc.speculation.choose_plans import DEFAULT_CHAIN
 from specc.speculation.kv_window import KVWindow
 from specc.speculation.plans import OFF, SpecPlan, replay_rows
@@ -90,9 +91,22 @@ class CompileContext:
     @property
     def quantization(self) -> str | None:
         """How `--quantize` stores projections here; None in the engine's dtype."""
-        asked = self.config.quantization
+        return self._layout(self.config.quantize)
+
+    def rounded_to(self, model: ModelSource) -> str | None:
+        """The format that a model is rounded to, as options name it; None is none, as is `off`."""
+        if model.quantize is not None:
+            return model.quantize
+        return None if model.head is not None else self.config.quantize
+
+    def layout_of(self, model: ModelSource) -> str | None:
+        """How projections of a model are stored; None in its dtype."""
+        return self._layout(self.rounded_to(model))
+
+    def _layout(self, kind: str | None) -> str | None:
+        asked = layout_of(kind, self.config.quantize_group)
         takes = self.has_zeros and ZERO_POINTS in self.facts.quantized_extras
-        return f"{asked}-zeros" if takes and self.config.quantize == "int4" else asked
+        return f"{asked}-zeros" if takes and kind == "int4" else asked
 
     @property
     def positions(self) -> int:

@@ -31,6 +31,7 @@ from specc.compiler.candidate import Candidate
 from specc.compiler.stored_models import read_stored
 from specc.compiler.tokenizer import TokenMap
 from specc.compiler.vocabulary import Vocabulary, match
+from specc.drafters.registry import facts_of as facts_of_kind
 from specc.errors import ConfigError
 from specc.passes.drafters.head_source import head_source, share_equal
 from specc.passes.drafters.registry import drafter_of_files
@@ -150,8 +151,8 @@ def _open(
     if entry.head is None:
         found = ModelSource.load(entry.name, checkpoint, dtype)
         return _Draft(found, program)
-    kinds = (x for plan in manifest.plans for x in plan.plan.models if x.name == entry.name)
-    kind = next(kinds).facts
+    # plans call heads of a family alike
+    kind = facts_of_kind(entry.head.kind)
     # where it is in its target's files, these are the checkpoint
     place = checkpoint if kind.is_of_target else str(target or manifest.models[0].checkpoint)
     first = Candidate.open("target", place)

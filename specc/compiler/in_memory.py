@@ -64,6 +64,8 @@ class ShapeOptions:
         prefill_chunk: prompt tokens of a pass; None is the default of the backend.
         quantization: name of the layout of projections' weights, but a head's; None leaves them in
             `dtype`.
+        draft_quantization: the same for the draft, a head too, or `off`; None is as the target's,
+            and a head in `dtype`.
     """
 
     plans: tuple[SpecPlan, ...]
@@ -76,6 +78,7 @@ class ShapeOptions:
     block_size: int = 16
     prefill_chunk: int | None = None
     quantization: str | None = None
+    draft_quantization: str | None = None
 
     @property
     def max_seq_len(self) -> int:
@@ -169,6 +172,11 @@ def compile_shapes(
     for candidate in candidates:
         assert candidate.head is not None
         sources.append(shape_of_head(candidate.head, sources[0], dtype, candidate.name))
+    rounded = (options.draft_quantization,) if options.draft_quantization else ()
+    given = CompileConfig(draft_quantize=tuple(x.partition("-g")[0] for x in rounded))
+    given.rounded_drafts(len(sources) - 1)
+    for draft in sources[1:]:
+        draft.quantize = options.draft_quantization
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     quantize, _, group = (options.quantization or "").partition("-g")
     config = CompileConfig(quantize=quantize or None, quantize_group=int(group) if group else None)
@@ -185,7 +193,7 @@ def compile_shapes(
             "compile a checkpoint with --draft self:…, or choose another shape",
         )
     for model in compiled:
-        model.entry = describe_quantization(model, options.quantization)
+        model.entry = describe_quantization(model, context.layout_of(model.source))
     models = tuple(_bench_model(model, limits, plans, backend.facts) for model in compiled)
     steps = {plan.name: _step(plan, models, options).to_json() for plan in plans}
     return BenchPrograms(models, steps, plans, limits, options.dtype)

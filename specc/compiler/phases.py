@@ -65,7 +65,7 @@ def target_phases(
     return (
         *TRACED_PHASES,
         *_latent(context, config.tensor_parallel_size),
-        *_mix(context),
+        *_mix(config.quantize),
         *FUSE_PHASES,
         # after the graph that self-drafts take: they keep nothing
         *_taps(context),
@@ -74,7 +74,7 @@ def target_phases(
         *calibration,
         *cut_phases(config.tensor_parallel_size),
         *adapters,
-        *_rounded(context, context.quantization),
+        *_rounded(context, context.quantization, tables=context.quantization),
         *_required(context),
         *_apart(context, context.lowering()),
         *vote_phases(context),
@@ -87,14 +87,14 @@ def draft_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> P
     return (
         *TRACED_PHASES,
         *_latent(context, ranks),
-        *_mix(context),
+        *_mix(context.rounded_to(draft)),
         *FUSE_PHASES,
         *_int8_rows(context),
         *_vocabulary(draft, num_ids),
         *_window(draft.kv_window),
         *_prompts(context),
         *cut_phases(ranks),
-        *_rounded(context, context.quantization),
+        *_rounded(context, context.layout_of(draft), tables=context.layout_of(draft)),
         *_required(context),
         *context.lowering(),
     )
@@ -108,7 +108,7 @@ def head_phases(
     target: Program,
 ) -> Phases:
     """Of a draft that reads hidden states: rank 0 has all of it, and its weights keep their type
-    unless the checkpoint has integers, or the target of those that it shares.
+    unless it is to be rounded, the checkpoint has integers, or the target of those that it shares.
 
     Args:
         target: its program, after its last pass.
@@ -124,12 +124,14 @@ def head_phases(
             else LAYERLESS_PHASES
         ),
         (TAPS, (*drafter.target_passes(head, target), *drafter.passes(head))),
+        *_mix(context.rounded_to(draft)),
         *_int8_rows(context),
         *_vocabulary(draft, num_ids),
         # from here on columns of the output are not all ids
         *(((HIDDEN, (partial(ReturnHidden, width),)),) if width else ()),
         *_prompts(context),
-        *_rounded(context, None, keeps_integers),
+        # no table: it is often the target's, and a lookup reads few bytes as it is
+        *_rounded(context, context.layout_of(draft), keeps_integers, tables=None),
         *_required(context),
         *context.lowering(),
     )
@@ -169,7 +171,8 @@ def self_draft_phases(
         *_int8_rows(context),
     )
     last = (
-        *_rounded(context, layout, is_quantized),
+        # a draft that is rounded for itself has no table of its own
+        *_rounded(context, layout, is_quantized, tables=context.quantization),
         *_apart(context, (*_required(context), *context.lowering())),
     )
     return first, last
@@ -221,14 +224,16 @@ def _latent(context: CompileContext, num_ranks: int) -> Phases:
     return ((MLA, (absorb,)),)
 
 
-def _mix(context: CompileContext) -> Phases:
-    """What says which weight has which format, where `--quantize` names a mix of them."""
-    mix = MIXES.get(context.config.quantize or "")
+def _mix(kind: str | None) -> Phases:
+    """What says which weight has which format, where a mix of them was asked for."""
+    mix = MIXES.get(kind or "")
     return () if mix is None else ((MIX, (partial(ApplyMix, mix),)),)
 
 
 def _prompts(context: CompileContext) -> Phases:
-    expands = context.facts.expands_prompts and _latent(context, 1)
+    # a prompt's chunks and what stands beside them decide which sequences are expanded
+    expands = context.facts.expands_prompts and not context.config.batch_invariant
+    expands = expands and bool(_latent(context, 1))
     return ((PROMPTS, (ExpandPrompts,)),) if expands else ()
 
 
@@ -254,7 +259,14 @@ def _rounded(
     layout: str | None,
     keeps_integers: bool | None = None,
     looks_up: bool = True,
+    tables: str | None = None,
 ) -> Phases:
+    """Weights in integers.
+
+    Args:
+        layout: of projections; None leaves those that have no integers.
+        tables: layout that embeddings go by, likewise.
+    """
     if keeps_integers is None:
         keeps_integers = context.keeps_integers
     facts, config = context.facts, context.config
@@ -263,8 +275,7 @@ def _rounded(
         keeps_integers,
         facts.quantizes_experts,
         config.activation_bits,
-        # a draft that is rounded for itself has no table of its own
-        embeddings=None if layout is None else config.quantization,
+        embeddings=tables,
         lookups=looks_up and facts.looks_up_quantized,
         fragments=config.weight_fragments,
     )

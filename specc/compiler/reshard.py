@@ -308,6 +308,7 @@ def _config_of(
         draft_ranks=_draft_ranks(manifest, num_ranks),
         segments=manifest.segments is not None,
         activation_bits=manifest.activation_bits,
+        batch_invariant=manifest.batch_invariant,
     )
     return backend.adapt(config)
 

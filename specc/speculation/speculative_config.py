@@ -54,7 +54,11 @@ _SYNTHETIC = "leave it out; specc bench --synthetic measures with given acceptan
 _OTHER_KEYS: dict[str, tuple[Any, str]] = {
     "enforce_eager": (False, "leave it out; --backend eager compiles no code"),
     "tensor_parallel_size": (None, "write draft_tensor_parallel_size"),
-    "quantization": (None, "leave it out: a checkpoint says itself how it is quantized"),
+    "quantization": (
+        None,
+        "leave it out: a checkpoint says itself how it is quantized, and --draft-quantize rounds"
+        " one that is not",
+    ),
     "kv_cache_dtype": (None, "leave it out, and pass --kv-cache-dtype"),
     "max_model_len": (None, "leave it out; --draft-kv window=W is for drafts of fewer positions"),
     "revision": (None, _REVISION),

@@ -57,6 +57,7 @@ def _case(
 CASES = {
     "8b-1b": _case(PAIR, CHAIN, stop=None),
     "8b-1b int4": _case(PAIR, CHAIN | INT4),
+    "8b-1b int4 draft": _case(PAIR, CHAIN | {"draft_quantize": "int4", "quantize_group": 128}),
     "8b-1b int8": _case(PAIR, CHAIN | {"quantize": "int8"}),
     "8b-1b fp8": _case(PAIR, CHAIN | {"quantize": "fp8"}),
     "8b-1b batch 16": _case(PAIR, CHAIN, batch=16, cuts="chain-5"),

@@ -1,8 +1,8 @@
 """A fitted draft beside plain decoding and the suffix automaton, greedy and sampled.
 
 Engines of one target with its own numbers, and in 4 bits; a prompt at a time. Plans run in turns,
-round after round; what is compared is time of whole requests, prompts included. Tokens a step are
-counts, and do not depend on what else the machine does.
+round after round; what is compared is the processor's time for whole requests, prompts included, on
+one thread, which other jobs disturb less than they do a clock. Tokens a step are counts.
 
     specc fit-draft TARGET --kind eagle3 --texts docs/ -o head/
     python tests/measure/fitted_draft.py TARGET head/ --json out/fitted.json
@@ -56,8 +56,8 @@ def load(target: str, draft: Path, root: Path, quantize: str | None) -> Engine:
 def measure(
     engine: Engine, prompts: list[Any], tokens: int, temperature: float, rounds: int
 ) -> list[dict[str, Any]]:
-    """A row for each plan."""
-    names = (OFF.name, *(plan.name for plan in PLANS))
+    """A row for each plan of an engine, off first."""
+    names = (OFF.name, *(name for name in engine.plans if name != OFF.name))
     params = [
         SamplingParams(temperature=temperature, max_tokens=tokens, seed=n, ignore_eos=True)
         for n in range(len(prompts))
@@ -69,10 +69,10 @@ def measure(
         for name in names:
             # a history of its own: later rounds would find the outputs of earlier ones
             llm = LLM(engine, plan=name)
-            begin = time.perf_counter()
+            begin = time.process_time()
             found = [llm.generate([p], own)[0] for p, own in zip(prompts, params, strict=True)]
             if number:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(time.process_time() - begin)
             outputs[name] = [list(one.outputs[0].token_ids) for one in found]
             lengths[name] = llm.get_metrics().mean_acceptance_length or 1.0
     rows = []

@@ -17,7 +17,7 @@ from tests.command_line import assert_refused, invoke
 # of each field a value that is not its default, and valid together with the others
 GIVEN = {
     "dtype": "bfloat16", "draft_dtype": "float32", "draft_kv": "window=64,sink=4",
-    "draft_assume": "is_last_normed=true",
+    "draft_assume": "is_last_normed=true", "draft_quantize": "int4",
     "max_batch_size": 3, "max_seq_len": 96, "block_size": 8, "prefill_chunk": 32,
     "max_logits_mb": 7, "backend": "eager", "compute_capability": "8.9",
     "decomposable_attention": True, "probe": False, "allow_nonfinite_weights": True,
@@ -27,9 +27,10 @@ GIVEN = {
     "kv_cache_dtype": "int8", "weight_only": True,
     "activation_bits": 8, "mla_cache": "latent", "calibration": Path("texts.txt"),
     "state_checkpoints": 4, "state_grid": 32, "lora": ("sql=adapters/sql",),
+    "batch_invariant": True,
 }  # fmt: skip
 # fields that take several values, and one alone
-LISTS = ("draft_dtype", "draft_kv", "draft_assume")
+LISTS = ("draft_dtype", "draft_kv", "draft_assume", "draft_quantize")
 FOUND_BY_OTHERS = {"plans", "policy"}  # by tree, num_speculative_tokens, combine
 
 

@@ -73,6 +73,7 @@ class Node:
             launches the first has these.
         is_dependent: its kernel has a configuration that waits for the node before by itself, and
             lets the next one start early.
+        product: rows, outputs and columns of a product by a quantized weight.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Node:
     model: str
     num_bytes: int
     is_dependent: bool = False
+    product: tuple[int, int, int] | None = None
 
 
 class Launches:
@@ -257,7 +259,11 @@ class _Counter(TorchDispatchMode):
         kind = ATTEND if operator in _ATTENTION else OTHER
         if _LEVELS in tensors or ("weight" in tensors and tensors["weight"].dim() > 1):
             kind = PRODUCT
-        self._add(kernel, operator, kind, moved + self._pending, is_dependent)
+        product = None
+        if _LEVELS in tensors and "x" in tensors:
+            rows, columns = tensors["x"].shape
+            product = rows, tensors["out"].shape[1], columns
+        self._add(kernel, operator, kind, moved + self._pending, is_dependent, product)
         self._pending = 0
 
     def _launch(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -284,9 +290,16 @@ class _Counter(TorchDispatchMode):
         return sum(rows * c.shape[2] * c.shape[3] * c.element_size() for c in caches)
 
     def _add(
-        self, name: str, operator: str, kind: str, num_bytes: int, is_dependent: bool = False
+        self,
+        name: str,
+        operator: str,
+        kind: str,
+        num_bytes: int,
+        is_dependent: bool = False,
+        product: tuple[int, int, int] | None = None,
     ) -> None:
-        self.nodes.append(Node(name, operator, kind, self.model, num_bytes, is_dependent))
+        node = Node(name, operator, kind, self.model, num_bytes, is_dependent, product)
+        self.nodes.append(node)
 
 
 def _moved(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:

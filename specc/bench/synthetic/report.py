@@ -37,6 +37,7 @@ class ShapesSettings:
         synthetic_acceptance: probabilities by sibling rank; None is real acceptance.
         against: `transformers`, or None.
         quantize: name of the layout of projections' weights, but a head's; None is none.
+        draft_quantize: that of the draft, or `off`; None is as the target's, and a head's none.
     """
 
     synthetic: str
@@ -50,6 +51,7 @@ class ShapesSettings:
     synthetic_acceptance: list[float] | None
     against: str | None
     quantize: str | None = None
+    draft_quantize: str | None = None
 
 
 @dataclass

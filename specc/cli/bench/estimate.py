@@ -50,15 +50,17 @@ def run_estimate(options: ShapesOptions, common: BenchOptions) -> None:
 def estimate(options: ShapesOptions, common: BenchOptions, phases: PhaseTimer) -> dict[str, Any]:
     """Compile the shapes without weights, count the nodes of their steps, and make the report."""
     from specc.bench.synthetic.estimate import make_estimate
-    from specc.cli.bench.synthetic import compile_for, layout_of
+    from specc.cli.bench.synthetic import compile_for, layouts_of
 
     programs = compile_for(options, common, phases, "cuda")
+    layout, of_draft = layouts_of(options)
     settings = {
         "synthetic": options.synthetic,
         "draft": options.draft,
         "context": options.num_context,
         "batch_size": common.batch_size,
-        "quantize": layout_of(options),
+        "quantize": layout,
+        "draft_quantize": of_draft,
     }
     with phases.phase("count nodes"):
         return make_estimate(programs, options.num_context, settings)
@@ -82,7 +84,7 @@ def print_estimate(report: dict[str, Any]) -> None:
     lines.append(
         f"estimated for {report['device']}, nothing was measured; {settings['dtype']}, batch size"
         f" {settings['batch_size']}, context {settings['context']}"
-        + (f"; {layout_words(settings)}" if settings["quantize"] else "")
+        + "".join(f"; {words}" for words in layout_words(settings))
     )
     print_lines(console, lines)
     console.print()

@@ -14,6 +14,7 @@ from specc.cli.progress import make_listener
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.progress import PhaseTimer
+from specc.quantize_options import FLOATS, layout_of
 from specc.speculation.plans import SpecPlan
 from specc.system.extras import install_command
 
@@ -44,13 +45,13 @@ def run_shapes_bench(options: ShapesOptions, common: BenchOptions) -> None:
                 f"{TRANSFORMERS}, which runs modules with random weights",
                 f"leave it out, or measure an engine: {name} reads checkpoints",
             )
-    layout = layout_of(options)
-    if layout is not None and common.against:
-        raise ConfigError(
-            f"--against {TRANSFORMERS} with --synthetic and --quantize {layout}",
-            f"modules of {TRANSFORMERS} that hold such weights: there are none",
-            f"leave out --against {TRANSFORMERS}, or --quantize",
-        )
+    for name, layout in zip(("--quantize", "--draft-quantize"), layouts_of(options), strict=True):
+        if layout not in (None, FLOATS) and common.against:
+            raise ConfigError(
+                f"--against {TRANSFORMERS} with --synthetic and {name} {layout}",
+                f"modules of {TRANSFORMERS} that hold such weights: there are none",
+                f"leave out --against {TRANSFORMERS}, or {name}",
+            )
     with make_listener() as listen:
         report = measure_shapes(options, common, PhaseTimer(listen))
     from specc.cli.bench.report import put_out
@@ -154,6 +155,7 @@ def _shape_options(
     acceptance = common.settings().synthetic_acceptance
     dtype = options.dtype or ("bfloat16" if facts_of(backend).is_on_gpu else "float32")
     CompileConfig(dtype=dtype, max_batch_size=common.batch_size)
+    layout, of_draft = layouts_of(options)
     return ShapeOptions(
         plans=plans,
         dtype=dtype,
@@ -162,24 +164,30 @@ def _shape_options(
         tokens=common.tokens,
         backend=backend,
         acceptance=None if acceptance is None else tuple(acceptance),
-        quantization=layout_of(options),
+        quantization=layout,
+        draft_quantization=of_draft,
     )
 
 
-def layout_of(options: ShapesOptions) -> str | None:
-    """Name of the layout of projections' weights; None where they are not quantized.
+def layouts_of(options: ShapesOptions) -> tuple[str | None, str | None]:
+    """Names of the layouts of projections' weights, of the target and of the draft.
+
+    None where they are not quantized; of a draft, where `--draft-quantize` says nothing of it.
 
     Raises:
         ConfigError: there is no such layout, or it is a mix of several.
     """
-    if options.quantize in MIXES:
-        raise ConfigError(
-            f"--quantize {options.quantize} with --synthetic",
-            "int8, int4 or fp8: random weights have one layout",
-            "choose one of them, or compile a checkpoint with it and measure that engine",
-        )
-    given = {"quantize": options.quantize, "quantize_group": options.quantize_group}
-    return CompileConfig(**given).quantization  # type: ignore[arg-type]
+    target, draft, group = options.quantize, options.draft_quantize, options.quantize_group
+    for name, kind in (("--quantize", target), ("--draft-quantize", draft)):
+        if kind in MIXES:
+            raise ConfigError(
+                f"{name} {kind} with --synthetic",
+                "int8, int4 or fp8: random weights have one layout",
+                "choose one of them, or compile a checkpoint with it and measure that engine",
+            )
+    asked = () if draft is None else (draft,)
+    config = CompileConfig(quantize=target, draft_quantize=asked, quantize_group=group)
+    return config.quantization, draft if draft == FLOATS else layout_of(draft, group)
 
 
 def _settings(options: ShapesOptions, common: BenchOptions) -> ShapesSettings:
@@ -187,6 +195,7 @@ def _settings(options: ShapesOptions, common: BenchOptions) -> ShapesSettings:
 
     from specc.bench.synthetic.report import ShapesSettings
 
+    layout, of_draft = layouts_of(options)
     return ShapesSettings(
         synthetic=str(options.synthetic),
         draft=options.draft,
@@ -198,7 +207,8 @@ def _settings(options: ShapesOptions, common: BenchOptions) -> ShapesSettings:
         threads=torch.get_num_threads(),
         synthetic_acceptance=common.settings().synthetic_acceptance,
         against=TRANSFORMERS if common.against else None,
-        quantize=layout_of(options),
+        quantize=layout,
+        draft_quantize=of_draft,
     )
 
 

@@ -10,6 +10,7 @@ from specc.bench.rounds import run_name
 from specc.cli import render
 from specc.cli.bench.engine_table import closing_lines, speed_table
 from specc.cli.print_table import cell, print_lines, print_table
+from specc.quantize_options import FLOATS
 from specc.system.files import format_bytes
 
 STAGES = {"draft": "draft", "verify": "verify", "draw": "draw", "accept_commit": "commit"}
@@ -35,7 +36,7 @@ def _setting_lines(report: dict[str, Any]) -> list[str]:
         f"{m['source']} ({render.format_count(m['num_parameters'])} parameters)"
         for m in engine["models"]
     )
-    layout = f", {layout_words(settings)}" if settings["quantize"] else ""
+    layout = "".join(f", {words}" for words in layout_words(settings))
     return [
         f"{device}, copy bandwidth {bandwidth['gb_s']:.1f} GB/s"
         f" ({format_bytes(bandwidth['buffer_bytes'])} read and written)",
@@ -46,12 +47,15 @@ def _setting_lines(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def layout_words(settings: dict[str, Any]) -> str:
+def layout_words(settings: dict[str, Any]) -> list[str]:
     """Which weights are quantized, and how; of settings that say how."""
     from specc.bench.synthetic.drafters import HEADS
 
-    whose = "projections of the target" if settings["draft"] in HEADS else "projections"
-    return f"{whose} in {settings['quantize']}"
+    of_draft = settings["draft_quantize"]
+    are_alike = of_draft is None and settings["draft"] not in HEADS
+    whose = "projections" if are_alike else "projections of the target"
+    kinds = {whose: settings["quantize"], "projections of the draft": of_draft}
+    return [f"{name} in {kind}" for name, kind in kinds.items() if kind not in (None, FLOATS)]
 
 
 def _step_table(report: dict[str, Any]) -> Table:

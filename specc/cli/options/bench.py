@@ -187,8 +187,11 @@ class ShapesOptions:
         None,
         "With --synthetic: weights of projections in int8, int4 or fp8, as specc compile has them.",
     )
+    draft_quantize: str | None = option(
+        None, "With --synthetic: the same for the draft, a head too, or off."
+    )
     quantize_group: int | None = option(
-        None, "With --quantize int4 or int8: how many columns share a scale: 32, 64 or 128."
+        None, "Of weights in int4 or int8: how many columns share a scale: 32, 64 or 128."
     )
     estimate: bool = option(
         False,
@@ -212,6 +215,7 @@ class ShapesOptions:
             "--num-speculative-tokens": self.num_speculative_tokens,
             "--dtype": self.dtype,
             "--quantize": self.quantize,
+            "--draft-quantize": self.draft_quantize,
             "--quantize-group": self.quantize_group,
             "--estimate": self.estimate or None,
         }

@@ -46,6 +46,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "model-cpu-int4": ("", {"backend": "cpu", "quantize": "int4"}),
     **{f"{kind}-cpu": (kind, {"backend": "cpu"}) for kind in RIGS},
     **{f"{kind}-cpu-int8": (kind, {"backend": "cpu", "quantize": "int8"}) for kind in RIGS},
+    # beside a target in floats; heads have copies of what is the target's
+    **{
+        f"{kind or 'model'}-cpu-alone": (kind, {"backend": "cpu", "draft_quantize": ("int8",)})
+        for kind in ("", *RIGS)
+    },
 }
 
 

@@ -380,6 +380,8 @@ def test_quantized_weights_count_the_bytes_that_they_have(layout: str) -> None:
     )
     shapes = [i["quantized_of"] for i in programs.models[0].program["inputs"] if "layout" in i]
     assert plain - own == 2 * sum(math.prod(shape) for shape in shapes) - sum(stored)
+    counted = collections.Counter(node.product for node in products)
+    assert counted == collections.Counter((1, *shape) for shape in shapes)
 
 
 def test_the_command(tmp_path) -> None:
@@ -398,6 +400,7 @@ def test_the_command(tmp_path) -> None:
         "batch_size": 1,
         "dtype": "bfloat16",
         "quantize": None,
+        "draft_quantize": None,
     }
     for text in ("nothing was measured", "assumed; to be measured", "off"):
         assert text in " ".join(result.output.split())

@@ -18,6 +18,7 @@ from specc.bench.synthetic.engine import make_engine
 from specc.bench.synthetic.quantized import draw_blocks
 from specc.bench.synthetic.report import weight_bytes
 from specc.bench.synthetic.weights import make_weights, shared_bytes
+from specc.errors import ConfigError
 from tests.models import VOCAB
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.specc.bench.synthetic.test_shapes import PROMPTS, compile_tiny, draw, generate
@@ -198,6 +199,23 @@ def test_the_same_seed_draws_the_same_integers() -> None:
     levels = [key for key in first if ":" in key]
     assert levels
     assert not any(torch.equal(first[key], other[key]) for key in levels)
+
+
+def test_a_draft_is_rounded_beside_a_target_in_floats() -> None:
+    """And the other way round; a pass of it reads so much less."""
+    own = {"backend": "cuda", "dtype": "bfloat16"}
+    programs = compile_tiny(**own, draft_quantization="int4-g64")
+    assert [model.entry.quantization for model in programs.models] == [None, "int4-g64"]
+    floats = compile_tiny(**own)
+    read, plain = (
+        [model_bytes(model.program).weights for model in x.models] for x in (programs, floats)
+    )
+    assert read[0] == plain[0]
+    assert read[1] < 0.7 * plain[1]
+    reverse = compile_tiny(**own, quantization="int8", draft_quantization="off")
+    assert [model.entry.quantization for model in reverse.models] == ["int8", None]
+    with pytest.raises(ConfigError, match="1 times --draft-quantize, and 0 draft models"):
+        compile_tiny(**own, has_draft=False, draft_quantization="int4-g64")
 
 
 @pytest.mark.slow

@@ -293,6 +293,7 @@ def test_plans_without_a_tree(chain, acceptance, plan):
             ("--against transformers", "--quantize int8", "leave out --against transformers"),
         ),
         (("--synthetic", "PAIR", "--quantize", "int5"), ("--quantize int5",)),
+        (("--synthetic", "PAIR", "--draft-quantize", "int5"), ("--draft-quantize int5",)),
         (("--synthetic", "PAIR", "--quantize-group", "64"), ("--quantize-group 64",)),
         (("target", "--synthetic", "PAIR"), ("both target and --synthetic", "one of them")),
         (("target", "--context", 5), ("--context with an engine",)),

@@ -1,0 +1,281 @@
+"""What steps of published shapes would take on an H200 once kernels are as designed: predicted.
+
+    python tests/measure/predict_steps.py [CASE …] --json out/predicted.json
+
+Shapes are compiled for `cuda` without weights; launches and bytes are those of the captured step
+(`specc.bench.synthetic.nodes`). A product takes, in seconds,
+
+    t0 + max(bytes / min(B, in flight / latency), instructions / slots, (bytes + rows of x) / L2)
+
+with the constants below: instructions of a loop for each weight of a thread as counted in SASS for
+9.0, everything else as measured on one H200 or, where it says so, assumed. What stands between
+products is what its launches took there. `today` is checked against what was measured;
+`fragments` is nobody's measurement.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specc.artifact.in_memory import BenchPrograms
+from specc.bench.step_bytes import ModelShape, count_step_bytes
+from specc.bench.synthetic.nodes import Launches, Node, step_nodes
+from specc.cli.bench.synthetic import compile_for
+from specc.cli.options.bench import BenchOptions, ShapesOptions
+from specc.cost.graph_costs import ATTEND, PRODUCT
+from specc.kernels.cuda.recorded import recorded
+from specc.kernels.cuda.register import kernels
+from specc.progress import PhaseTimer
+
+# of a copy, measured; of reads from L2 and from a load to its data under load, assumed
+COPY, L2, LATENCY = 4.19e12, 5.5e12, 0.75e-6
+NUM_SMS = 132
+# warp instructions a second: four schedulers each at 1.755 GHz, of whose slots 0.7 issue (assumed)
+SLOTS = 4 * NUM_SMS * 1.755e9 * 0.7
+# seconds of a launch that are no streaming: after an ordinary one (measured), and between two that
+# depend on each other (measured of a layer in bfloat16)
+ORDINARY, DEPENDENT = 2.4e-6, 1.3e-6
+# seconds of launches that compute little, measured beside int4 products of 8B, in a mixture and in
+# a model with latent attention
+SMALL = {
+    "rms_norm": 2.4e-6, "add_rms_norm": 2.4e-6, "act_and_mul": 1.2e-6, "rope_write": 2.6e-6,
+    "topk": 4.7e-6,
+}  # fmt: skip
+OF_TORCH, BETWEEN = 1.9e-6, 3.1e-6
+# attention of few rows over 1k keys: 7.0 µs of 8B, 5.6 of 1B, which reads half as much
+ATTEND_S, ATTEND_S_A_BYTE = 4.2e-6, 0.67e-12
+LATENT_S, LATENT_DESIGNED_S = 27.5e-6, 9e-6
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a product reads a quantized weight.
+
+    Args:
+        instructions: of the loop, for each weight of a thread.
+        outputs: of a program.
+        in_flight: bytes of the weight that a program has asked for.
+        resident: programs of a multiprocessor, at most.
+        start_s: `ORDINARY` or `DEPENDENT`.
+    """
+
+    instructions: float
+    outputs: int
+    in_flight: int
+    resident: int
+    start_s: float
+
+    def seconds(self, rows: int, outputs: int, columns: int, num_bytes: float) -> float:
+        """Of one product."""
+        programs = math.ceil(outputs / self.outputs)
+        asked = min(self.resident * NUM_SMS, programs) * self.in_flight
+        streamed = num_bytes / min(COPY, asked / LATENCY)
+        issued = self.instructions * outputs * columns / 32 / SLOTS
+        shared = (num_bytes + 2 * programs * rows * columns) / L2
+        return self.start_s + max(streamed, issued, shared)
+
+
+KIB = 1 << 10
+# kind of a weight → form; counts of today's are of the design, those of fragments of cuda.md
+TODAY = {
+    "int4": Form(8.2, 32, 6 * KIB, 6, ORDINARY),
+    "int8": Form(8.9, 32, 12 * KIB, 5, ORDINARY),
+    "fp8": Form(13.7, 32, 12 * KIB, 5, ORDINARY),
+}
+# two of three steps of a ring, 8 warps with 256 columns in 4 bits, 128 in 8
+FRAGMENTS = {
+    "int4": Form(2.0, 32, 64 * KIB, 2, DEPENDENT),
+    "int8": Form(2.41, 32, 64 * KIB, 2, DEPENDENT),
+    "fp8": Form(2.5, 32, 64 * KIB, 2, DEPENDENT),
+}
+# that a kernel of products with a norm and a gate would take in
+FUSED = ("rms_norm", "add_rms_norm", "act_and_mul")
+
+
+def product_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
+    """Of one product.
+
+    Args:
+        kind: of the model's weights; a head's of 8 bits is int8 beside int4.
+    """
+    if node.product is None:
+        start = DEPENDENT if node.is_dependent else ORDINARY
+        return start + node.num_bytes / COPY
+    rows, outputs, columns = node.product
+    bits = 8 * node.num_bytes / (outputs * columns)
+    of_node = "int8" if kind == "int4" and bits > 6 else kind
+    return forms[of_node].seconds(rows, outputs, columns, node.num_bytes)
+
+
+def node_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
+    """Of one launch."""
+    if node.kind == ATTEND:
+        is_latent = "latent" in node.name
+        return LATENT_S if is_latent else ATTEND_S + node.num_bytes * ATTEND_S_A_BYTE
+    if node.kind == PRODUCT:
+        return product_seconds(node, kind, forms)
+    if not node.model:
+        return BETWEEN
+    return SMALL.get(node.operator, OF_TORCH)
+
+
+def step_ms(
+    nodes: Iterable[Node], kinds: Mapping[str, str], forms: Mapping[str, Form], fuses: bool = False
+) -> float:
+    """Milliseconds of a step.
+
+    Args:
+        kinds: model → kind of its quantized weights.
+        fuses: norms and gates of models in `kinds` are parts of products.
+    """
+    left = [n for n in nodes if not (fuses and n.model in kinds and n.operator in FUSED)]
+    return 1e3 * sum(node_seconds(n, kinds.get(n.model, ""), forms) for n in left)
+
+
+def few_launches_ms(
+    nodes: Sequence[Node], num_layers: int, launches: int, attend_s: float | None
+) -> float:
+    """Milliseconds of a plain step whose layers have so many dependent launches.
+
+    Args:
+        launches: of a layer, attention besides.
+        attend_s: of attention; None is today's.
+    """
+    own = [node for node in nodes if node.model]
+    streamed = sum(node.num_bytes for node in own if node.kind == PRODUCT) / COPY
+    attention = [node for node in own if node.kind == ATTEND]
+    attended = sum(attend_s or node_seconds(node, "", {}) for node in attention)
+    between = BETWEEN * (len(nodes) - len(own))
+    return 1e3 * (streamed + attended + num_layers * launches * DEPENDENT + between)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes, and what is predicted of them.
+
+    Args:
+        options: of `ShapesOptions`.
+        kinds: model → kind of its quantized weights.
+        measured_ms: today's, on one H200 in its fourth session.
+        aim: times its floor, or milliseconds where it is not.
+        launches: of a layer as designed; 0 keeps its own.
+        attend_s: of attention then; None is today's.
+    """
+
+    shapes: str
+    plan: str = "off"
+    options: tuple[tuple[str, Any], ...] = ()
+    kinds: tuple[tuple[str, str], ...] = ()
+    measured_ms: float | None = None
+    aim: str = ""
+    launches: int = 0
+    attend_s: float | None = None
+
+
+_GROUPS = ("quantize_group", 128)
+_CHAIN = ("num_speculative_tokens", 5)
+PAIR = "llama-3.1-8b/llama-3.2-1b"
+CASES = {
+    "8b": Case("llama-3.1-8b", measured_ms=4.04),
+    "8b int4": Case(
+        "llama-3.1-8b", "off", (("quantize", "int4"), _GROUPS), (("target", "int4"),), 7.05,
+        "1.5 × floor",
+    ),
+    "8b int8": Case(
+        "llama-3.1-8b", "off", (("quantize", "int8"),), (("target", "int8"),), 6.64
+    ),
+    "8b fp8": Case(
+        "llama-3.1-8b", "off", (("quantize", "fp8"),), (("target", "fp8"),), 7.09, "1.25 × floor"
+    ),
+    "8b-1b": Case(PAIR, "chain-5", (_CHAIN,), measured_ms=8.82),
+    "8b-1b int4 draft": Case(
+        PAIR, "chain-5", (_CHAIN, ("draft_quantize", "int4"), _GROUPS), (("draft_0", "int4"),),
+        None, "6.4 ms",
+    ),
+    "30b-a3b": Case("qwen3-30b-a3b", measured_ms=4.00, aim="1.5 × floor", launches=7),
+    "v2-lite": Case(
+        "deepseek-v2-lite", measured_ms=3.92, aim="1.6 × floor", launches=9,
+        attend_s=LATENT_DESIGNED_S,
+    ),
+}  # fmt: skip
+
+
+def predict(case: Case, launches: int | None = None) -> dict[str, Any]:
+    """A row of the table: milliseconds, and times the floor.
+
+    Args:
+        launches: of a layer of a mixture or of latent attention, in place of the case's.
+    """
+    shapes, common = ShapesOptions(case.shapes, **dict(case.options)), BenchOptions()
+    programs = compile_for(shapes, common, PhaseTimer(lambda event: None), "cuda")
+    plan = next(x for x in programs.plans if x.name == case.plan)
+    context = shapes.num_context
+    nodes = step_nodes(programs, plan, context, Launches(recorded, kernels()), is_filtered=False)
+    floor = floor_ms(programs, case.plan, context)
+    kinds = dict(case.kinds)
+    found = {"launches": len(nodes), "floor_ms": floor, "measured_ms": case.measured_ms}
+    found["today_ms"] = step_ms(nodes, kinds, TODAY)
+    if kinds:
+        found["fragments_ms"] = step_ms(nodes, kinds, FRAGMENTS)
+        found["fused_ms"] = step_ms(nodes, kinds, FRAGMENTS, fuses=True)
+    if case.launches:
+        num_layers = len(programs.models[0].entry.layers)
+        count = launches or case.launches
+        found["launches_of_a_layer"] = count + 1
+        found["few_launches_ms"] = few_launches_ms(nodes, num_layers, count, case.attend_s)
+    times = {
+        name.removesuffix("_ms") + "_over_floor": value / floor
+        for name, value in found.items()
+        if name.endswith("_ms") and name != "floor_ms" and value is not None
+    }
+    return found | times | {"aim": case.aim}
+
+
+def floor_ms(programs: BenchPrograms, plan: str, context: int) -> float:
+    """Milliseconds of a copy of as many bytes as a step reads."""
+    models = {
+        model.entry.name: ModelShape(
+            model.program, model.entry.layers, model.entry.dtype, copies=model.copies
+        )
+        for model in programs.models
+    }
+    own = next(x for x in programs.plans if x.name == plan)
+    read = count_step_bytes(programs.steps[plan], models, own, context, 1)
+    return 1e3 * read.total / COPY
+
+
+def main(
+    cases: Annotated[list[str] | None, typer.Argument()] = None,
+    launches: Annotated[int | None, typer.Option("--launches", help="of a layer")] = None,
+    output: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Compile, count, predict, print, and write the report."""
+    rows = {}
+    for name in cases or CASES:
+        rows[name] = {
+            key: round(value, 3) if isinstance(value, float) else value
+            for key, value in predict(CASES[name], launches).items()
+        }
+        print(name, rows[name], flush=True)
+    report = {
+        "what": "predicted, not measured",
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", "tests/measure/predict_steps.py", *sys.argv[1:]]),
+        "rows": rows,
+    }
+    if output is not None:
+        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

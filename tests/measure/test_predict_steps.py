@@ -1,0 +1,74 @@
+"""The model that steps are predicted by, beside sums made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from specc.bench.synthetic.nodes import Node
+from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
+from tests.measure.predict_steps import (
+    DEPENDENT,
+    FRAGMENTS,
+    ORDINARY,
+    TODAY,
+    Form,
+    few_launches_ms,
+    node_seconds,
+    step_ms,
+)
+
+
+def product(num_bytes: int, *sizes: int, model: str = "target") -> Node:
+    return Node("linear_q_kernel", "linear_q", PRODUCT, model, num_bytes, product=sizes or None)
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "num_bytes", "wanted"),
+    [
+        # 4096 · 4096 weights, 128 programs of 32 outputs: by the copy's 4.19 TB/s,
+        pytest.param(Form(0, 32, 1 << 20, 1, 0), 1, 419_000_000, 1e-4, id="bytes"),
+        # 128 · 6 KiB asked for in each 0.75 µs: 1.05 TB/s,
+        pytest.param(Form(0, 32, 6 << 10, 6, 0), 1, 8_912_896, 8.5e-6, id="in-flight"),
+        # 8 · 2^24 / 32 instructions of 528 · 1.755e9 · 0.7,
+        pytest.param(Form(8, 32, 1 << 20, 1, 0), 1, 1, 4194304 / 6.48648e11, id="instructions"),
+        # 128 · 16 rows · 8 KiB of L2's 5.5 TB/s
+        pytest.param(Form(0, 32, 1 << 20, 1, 0), 16, 0, 16777216 / 5.5e12, id="rows"),
+    ],
+)
+def test_what_bounds_a_product(form: Form, rows: int, num_bytes: int, wanted: float) -> None:
+    assert form.seconds(rows, 4096, 4096, num_bytes) == pytest.approx(wanted, rel=1e-6)
+    later = Form(form.instructions, 32, form.in_flight, form.resident, DEPENDENT)
+    assert later.seconds(rows, 4096, 4096, num_bytes) == pytest.approx(wanted + DEPENDENT)
+
+
+def test_a_head_in_8_bits_is_no_product_in_4() -> None:
+    sizes = 1, 4096, 4096
+    four, eight = product(8_912_896, *sizes), product(16_900_000, *sizes)
+    for forms in (TODAY, FRAGMENTS):
+        found = [node_seconds(node, "int4", forms) for node in (four, eight)]
+        assert found[0] == forms["int4"].seconds(*sizes, 8_912_896)
+        assert found[1] == forms["int8"].seconds(*sizes, 16_900_000)
+
+
+def test_a_fused_step_has_the_norms_of_other_models_alone() -> None:
+    nodes = [
+        Node("_rms_norm_kernel", "add_rms_norm", OTHER, "target", 9),
+        Node("_rms_norm_kernel", "add_rms_norm", OTHER, "draft_0", 9),
+        Node("_rope_write_kernel", "rope_write", OTHER, "draft_0", 9),
+    ]
+    found = [step_ms(nodes, {"draft_0": "int4"}, TODAY, fuses) for fuses in (False, True)]
+    assert found == pytest.approx([2 * 2.4e-3 + 2.6e-3, 2.4e-3 + 2.6e-3])
+
+
+def test_few_launches_leave_bytes_and_attention() -> None:
+    nodes = [
+        product(4_190_000),
+        Node("topk", "topk", OTHER, "target", 9),
+        Node("attend_latent_kernel", "attend", ATTEND, "target", 9),
+        Node("accept_walk_kernel", "accept", OTHER, "", 9),
+    ]
+    assert step_ms(nodes, {}, {}) == pytest.approx(
+        1e-3 + ORDINARY * 1e3 + 4.7e-3 + 27.5e-3 + 3.1e-3
+    )
+    found = few_launches_ms(nodes, num_layers=2, launches=7, attend_s=9e-6)
+    assert found == pytest.approx(1e-3 + 14 * DEPENDENT * 1e3 + 9e-3 + 3.1e-3)
