@@ -222,16 +222,3 @@ def batches(draw):
 @given(batches())
 def test_any_batch_equals_the_walk(accept_winners, batch):
     run(accept_winners, *batch)
-
-
-def plain_inputs() -> tuple:
-    return (
-        torch.randint(VOCAB, (2, 5)),
-        torch.tensor([distinct_siblings(CHAIN), distinct_siblings(STAR)]),
-        torch.tensor([CHAIN, STAR], dtype=torch.int32),
-        4,
-    )
-
-
-def test_opcheck(accept_winners):
-    torch.library.opcheck(accept_winners, plain_inputs())

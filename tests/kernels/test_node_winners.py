@@ -191,10 +191,6 @@ def plain(batch: int, count: int = 2) -> dict[str, Any]:
     }
 
 
-def test_opcheck(operators):
-    torch.library.opcheck(operators.node_winners.default, (), plain(2))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

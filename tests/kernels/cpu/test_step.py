@@ -250,19 +250,6 @@ def int32(*rows: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def plain_tree(batch: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    parents = int32([-1, 0, 0]).expand(batch, -1)
-    winners = torch.arange(1, 4 * batch + 1).view(batch, 4)[:, 1:]
-    return winners, torch.arange(3 * batch).view(batch, 3), parents, 2
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck(operators, dtype):
-    wide = torch.randn(6, 40).to(dtype)
-    torch.library.opcheck(operators.tree_expand.default, (wide[:, 3:20], 4))
-    torch.library.opcheck(operators.accept_winners.default, plain_tree(2))
-
-
 @pytest.mark.parametrize(
     ("logits", "num_children", "message"),
     [
