@@ -12,12 +12,11 @@ import torch
 from specc.artifact.in_memory import BenchPrograms
 from specc.bench.device import RepeatingDevice
 from specc.bench.step_bytes import ModelShape, count_step_bytes
-from specc.bench.synthetic.engine import check_memory, make_engine
+from specc.bench.synthetic.engine import make_engine
 from specc.bench.synthetic.report import _deviations
-from specc.bench.synthetic.shapes import SHAPES, Shape, check_vocabularies, parse_shapes
+from specc.bench.synthetic.shapes import SHAPES, Shape, parse_shapes
 from specc.bench.synthetic.weights import make_weights, shared_bytes
-from specc.compiler.in_memory import ShapeOptions, check_positions, compile_shapes
-from specc.errors import ConfigError, EngineError, VocabMismatchError
+from specc.compiler.in_memory import ShapeOptions, compile_shapes
 from specc.passes.frontend.hf_model import build_on_meta
 from specc.progress import PhaseTimer
 from specc.runtime.backends.captured.step_scores import UNFILTERED
@@ -138,47 +137,6 @@ def test_names_and_directories(tmp_path, monkeypatch):
 
 def _labels(text: str) -> list[str]:
     return [shape.label for shape in parse_shapes(text) if shape is not None]
-
-
-@pytest.mark.parametrize(
-    "text", ["llama-9", "", "llama-3.1-8b/", "llama-3.1-8b/gpt-5", "/no/such/dir", "a,"]
-)
-def test_unknown_names_list_the_known_ones(text):
-    with pytest.raises(ConfigError) as caught:
-        parse_shapes(text)
-    assert "llama-3.1-8b, llama-3.1-70b" in caught.value.needed
-    assert "--synthetic" in caught.value.do or caught.value.do == "did you mean llama-3.2-3b?"
-
-
-def test_vocabularies_that_differ():
-    shapes = parse_shapes("llama-3.1-8b/qwen3-0.6b")
-    assert shapes[1] is not None
-    with pytest.raises(VocabMismatchError) as caught:
-        check_vocabularies(*(s.make_config() for s in shapes), shapes)
-    assert "128256" in caught.value.found
-    assert "151936" in caught.value.found
-    assert "llama-3.2-1b" in caught.value.do
-
-
-def test_more_positions_than_the_model_has():
-    options = ShapeOptions((), "float32", 1, context=250, tokens=7)
-    config = tiny_config("llama")
-    with pytest.raises(ConfigError) as caught:
-        check_positions(["T"], [config], options)
-    assert "256" in caught.value.found
-    assert "--context 250" in caught.value.found
-    check_positions(["T"], [config], ShapeOptions((), "float32", 1, context=250, tokens=6))
-
-
-def test_memory_is_checked_with_numbers():
-    programs = compile_tiny()
-    needed = programs.memory_bytes + 1000
-    check_memory(programs, 1000, needed)
-    with pytest.raises(EngineError) as caught:
-        check_memory(programs, 1000, needed - 1)
-    assert "KiB" in caught.value.found
-    assert "T " in caught.value.needed
-    assert "--batch-size" in caught.value.do
 
 
 # separate projections, and tied weights
