@@ -41,15 +41,6 @@ def test_a_widened_model_computes_the_same(tied: bool, tmp_path: Path) -> None:
         assert added.std() == pytest.approx(float(spread), rel=0.2)
 
 
-def test_the_demo_target_at_100m() -> None:
-    # the demo target's counts, without its weights
-    count = widen_target.ParameterCount(2048 * 256 + 256, per_layer=197_248, per_column=768)
-    before = widen_target.Size(8, 768)
-    assert count.total(before) == 6_821_120
-    found = widen_target.fit_size(count, before, widen_target.parse_number("100M"))
-    assert found == widen_target.Size(24, 5120)
-
-
 @pytest.mark.parametrize("leaked", [1e-3, float("nan")])
 @pytest.mark.parametrize("broken", ["o_proj", "down_proj"])
 def test_output_that_is_not_zero_is_noticed(

@@ -1,4 +1,4 @@
-"""`specc bench` with compiled code: real and synthetic acceptance, one prompt and several."""
+"""`specc bench` with compiled code."""
 
 from __future__ import annotations
 

@@ -75,6 +75,51 @@ def generate(engine: Any, plan: str, tokens: int = 24) -> tuple[list[list[int]],
     return [list(output.outputs[0].token_ids) for output in outputs], llm.get_metrics()
 
 
+def check_weights(model: Any, weights: dict[str, torch.Tensor]) -> int:
+    """The module's parameters are the program's tensors, of so many bytes: none is there twice."""
+    shared, total = shared_bytes(model.module, weights)
+    assert shared == total > 0
+    sizes = [item for item in model.program["inputs"] if item["kind"] == "weight"]
+    assert {item["key"] for item in sizes} <= set(weights)
+    own = {w.untyped_storage().data_ptr(): w.nbytes for w in weights.values()}
+    assert sum(own.values()) == total + sum(c.nbytes for c in model.constants.values())
+    assert not any(t.is_meta for t in [*model.module.parameters(), *model.module.buffers()])
+    return sum(own.values())
+
+
+def check_tokens(programs: BenchPrograms) -> None:
+    """What the engine says is what the target's module computes."""
+    weights, module = draw(programs), programs.models[0].module
+    for tensor in module.parameters():  # else models of this size hardly look at their context
+        if tensor.dim() > 1:
+            tensor.data.mul_(8)
+    engine = make_engine(programs, weights, RepeatingDevice(), "eager")
+    for prompt, output in zip(PROMPTS, generate(engine, "off")[0], strict=True):
+        tokens = torch.tensor([[*prompt, *output]])
+        with torch.inference_mode():
+            logits = module(tokens).logits[0, len(prompt) - 1 : -1]
+        best = logits.topk(2).values
+        is_tie = best[:, 0] - best[:, 1] < 1e-4
+        assert bool(((logits.argmax(-1) == torch.tensor(output)) | is_tie).all())
+    assert len(set(output)) > 3, "an output that says something"
+
+
+def check_capture(programs: BenchPrograms, plan: str) -> None:
+    """Lowered and replayed on the simulated device, and operator by operator."""
+    found = []
+    for device in (RepeatingDevice(), SimulatedDevice()):
+        engine = make_engine(programs, draw(programs), device, "cuda")
+        outputs, stats = generate(engine, plan)
+        found.append((outputs, stats.num_step_passes, stats.accepted_at_depth))
+    assert found[0] == found[1]
+    assert isinstance(device, SimulatedDevice)
+    # one graph a step, dice included, and one without filters; the last token of a request is
+    # decoded plainly
+    steps, kinds = engine.steps.values(), (None, UNFILTERED)
+    assert len(device.tapes) == sum(step.is_captured(2, k) for step in steps for k in kinds)
+    assert engine.steps[plan].is_captured(2)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_table_has_the_published_sizes(name):
     """A wrong figure of a layer, a head or the vocabulary changes the number of parameters."""
@@ -145,18 +190,9 @@ def _labels(text: str) -> list[str]:
     only(("llama", "gpt2"), ["llama", "gemma3-tied", "qwen3_moe", "qwen3", "mistral", "gpt2"]),
 )
 def test_weights_are_there_once(name):
-    """The module's parameters are the program's tensors: nothing is allocated twice."""
     programs = compile_tiny(name, has_draft=False)
     for model, weights in zip(programs.models, draw(programs).values(), strict=True):
-        shared, total = shared_bytes(model.module, weights)
-        assert shared == total > 0
-        sizes = [item for item in model.program["inputs"] if item["kind"] == "weight"]
-        assert {item["key"] for item in sizes} <= set(weights)
-        own = {w.untyped_storage().data_ptr(): w.nbytes for w in weights.values()}
-        constants = sum(c.nbytes for c in model.constants.values())
-        assert sum(own.values()) == total + constants
-        left = [*model.module.parameters(), *model.module.buffers()]
-        assert not any(tensor.is_meta for tensor in left)
+        check_weights(model, weights)
 
 
 @pytest.mark.default("llama-eager")
@@ -175,23 +211,7 @@ def test_weights_are_there_once(name):
 )
 def test_the_module_computes_what_the_programs_do(name, backend):
     """Rotary frequencies, norms, views into concatenated weights: one wrong and tokens differ."""
-    programs = compile_tiny(name, has_draft=False, backend=backend)
-    weights = draw(programs)
-    for model in programs.models:  # as drawn, models of this size hardly look at their context
-        for tensor in model.module.parameters():
-            if tensor.dim() > 1:
-                tensor.data.mul_(8)
-    engine = make_engine(programs, weights, RepeatingDevice(), "eager")
-    module = programs.models[0].module
-    for prompt, output in zip(PROMPTS, generate(engine, "off")[0], strict=True):
-        tokens = torch.tensor([[*prompt, *output]])
-        with torch.inference_mode():
-            logits = module(tokens).logits[0, len(prompt) - 1 : -1]
-        best = logits.topk(2).values
-        agrees = logits.argmax(-1) == torch.tensor(output)
-        is_tie = best[:, 0] - best[:, 1] < 1e-4
-        assert bool((agrees | is_tie).all())
-    assert len(set(output)) > 3, "an output that says something"
+    check_tokens(compile_tiny(name, has_draft=False, backend=backend))
 
 
 @pytest.mark.slow
@@ -227,22 +247,9 @@ def test_drawing_leaves_the_random_state_alone():
     ],
 )
 def test_a_device_that_captures_says_the_same(plan):
-    """Lowered and replayed on the simulated device, with and without dice."""
+    """With and without dice."""
     for acceptance in (None, (0.6, 0.3)):
-        found = []
-        for device in (RepeatingDevice(), SimulatedDevice()):
-            programs = compile_tiny(backend="cuda", acceptance=acceptance)
-            engine = make_engine(programs, draw(programs), device, "cuda")
-            outputs, stats = generate(engine, plan)
-            found.append((outputs, stats.num_step_passes, stats.accepted_at_depth))
-        assert found[0] == found[1]
-        assert isinstance(device, SimulatedDevice)
-        # one graph a step, dice included, and one without filters; the last token of a request is
-        # decoded plainly
-        kinds = (None, UNFILTERED)
-        steps = engine.steps.values()
-        assert len(device.tapes) == sum(step.is_captured(2, k) for step in steps for k in kinds)
-        assert engine.steps[plan].is_captured(2)
+        check_capture(compile_tiny(backend="cuda", acceptance=acceptance), plan)
 
 
 @pytest.mark.slow
