@@ -43,6 +43,21 @@ class Moody(Policy):
         return [self._dice.choice(names) for _ in requests]
 
 
+def check_each_step(patch: Any, engine: Engine, check: Callable[[Engine, Request], object]) -> None:
+    """Look at the rows of all running requests of an engine after every step."""
+    advance = EngineCore.advance
+
+    def checked(core: EngineCore) -> bool:
+        did = advance(core)
+        if core.engine is engine:
+            for request in core.scheduler.running:
+                if request.cache_len and request.blocks:
+                    check(engine, request)
+        return did
+
+    patch.setattr(EngineCore, "advance", checked)
+
+
 @dataclass
 class Figures:
     """What happened in some interleavings, so that a test can tell that it did."""

@@ -58,11 +58,6 @@ class DimensionClasses:
             self._parent[run], run = root, parent
         return root
 
-    def whole_class(self, element: Element) -> Run | None:
-        """The class of a dimension that is one interval; None where it is several."""
-        runs = self.runs(element)
-        return self.class_of(runs[0]) if len(runs) == 1 else None
-
     def _find_runs(
         self, elements: list[Element], boundaries: dict[Element, set[int]]
     ) -> dict[Element, list[tuple[int, int]]]:

@@ -8,8 +8,6 @@ from tokenizers import Encoding, Tokenizer
 
 from specc.errors import RequestError
 
-SIDES = ("left", "right")
-
 
 @dataclass(frozen=True)
 class PromptCut:

@@ -162,10 +162,6 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def has_penalties(self) -> bool:
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-    @property
     def has_controls(self) -> bool:
         """Logits are changed, or tokens forbidden, before penalties; see `docs/guide/drafts.md`.
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from specc.bench import device as bench_device
-from specc.cli.bench.synthetic_table import print_shapes_report
 from tests.gpu import benchmark
 from tests.gpu.results import Device, Results
 from tests.models import tiny_config
@@ -149,28 +148,6 @@ def test_the_whole_course(tiny_shapes, monkeypatch, tmp_path):
     assert (line["name"], line["state"]) == ("tiny token", "passed")
     assert list(line["value"]["contenders"]) == ["specc", "SDPA", "packed SDPA"]
     assert len(line["value"]["bars"]) == 2
-
-
-@pytest.mark.slow
-def test_parts_that_cannot_be_measured_cost_nothing_else(tiny_shapes, monkeypatch, tmp_path):
-    """As a profiler that a machine refuses."""
-
-    def refuse(*_: Any) -> Any:
-        raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED\nmore")
-
-    monkeypatch.setattr(bench_device.TimedGraphs, "count_kernels", refuse)
-    benchmark.measure_steps(Results(tmp_path / "events"), Device("simulated"))
-    lines = map(json.loads, (tmp_path / "events").read_text().splitlines())
-    results = {line["name"]: line for line in lines if "name" in line}
-    assert list(results) == ["steps of off", "steps of chain-5", "report", "bars"]
-    assert results["steps of chain-5"]["value"]["kernels"] is None
-    report = results["report"]["value"]
-    notes = [note for note in report["notes"] if "not measured" in note]
-    assert notes == [
-        f"{plan}: stages and kernels were not measured (RuntimeError: CUPTI_ERROR_NOT_INITIALIZED)"
-        for plan in ("off", "chain-5")
-    ]
-    print_shapes_report(report)
 
 
 def test_a_step_without_a_graph_fails_the_check(monkeypatch, tmp_path):

@@ -39,10 +39,6 @@ def refuse() -> Any:
     raise ValueError("vocabularies differ")
 
 
-def ends() -> None:
-    raise KeyboardInterrupt
-
-
 def measured(
     path: Path, patch: pytest.MonkeyPatch, makers: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
@@ -73,15 +69,6 @@ def test_what_is_compared_with_comes_first_and_each_is_there_at_once(tmp_path, m
     ratios = [line["value"]["decode_over_transformers"] for line in found.values()]
     assert ratios == [1.0, 0.5, 2.5, 2.5]
     assert found[PLAIN]["value"]["decode_tokens_per_s"] == 40.0
-
-
-@pytest.mark.parametrize("number", range(1, 4))
-def test_a_run_that_is_cut_leaves_what_was_there(number, tmp_path, monkeypatch):
-    names = [PLAIN, ASSISTED, *OWN]
-    makers = {name: lambda: Fake(40.0) for name in names}
-    makers[names[number]] = lambda: Fake(1.0, ends)
-    found = measured(tmp_path / "events", monkeypatch, makers)
-    assert list(found) == names[:number]
 
 
 def test_what_transformers_refuses_is_no_failure(tmp_path, monkeypatch):

@@ -177,23 +177,3 @@ def batches(draw):
 def test_any_moves(commit_kv, case):
     moves, block_size = case
     check(commit_kv, moves, block_size)
-
-
-def plain_inputs() -> tuple:
-    slab, table = make_slab(2, 4)
-    return (
-        slab,
-        torch.tensor([[3, 5, -1], [0, -1, -1]]),
-        torch.tensor([[3, 4, -1], [0, -1, -1]]),
-        torch.tensor(table, dtype=torch.int32),
-    )
-
-
-def test_opcheck(commit_kv):
-    torch.library.opcheck(commit_kv, plain_inputs())
-
-
-def test_schema_says_what_is_mutated(commit_kv):
-    arguments = commit_kv._schema.arguments
-    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    assert written == ["slab"]

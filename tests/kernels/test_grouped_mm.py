@@ -118,10 +118,3 @@ def test_any_split(counts, padding, size_in, size_out, strides):
     ends = [sum(counts[: expert + 1]) for expert in range(len(counts))]
     x = torch.randn(ends[-1] + padding, size_in)
     check(x, make_weight(len(counts), size_in, size_out, strides), ends)
-
-
-@pytest.mark.parametrize("strides", ["ekn", "enk"])
-def test_opcheck(strides):
-    ends = torch.tensor([3, 3, 7], dtype=torch.int32)
-    args = (torch.randn(8, 4), make_weight(3, 4, 5, strides), ends)
-    torch.library.opcheck(torch.ops.specc.grouped_mm.default, args)

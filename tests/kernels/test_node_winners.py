@@ -92,16 +92,6 @@ def test_native(operators, case, tile):
     assert all(map(torch.equal, [x for x in args if isinstance(x, Tensor)], before))
 
 
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(cases.verified, TILES)
-def test_native_tiles_decide_what_native_accept_does(operators, case, tile):
-    args = without_tries(case.make())
-    found = operators.accept_winners(tiled(operators.node_winners, args, tile), *args[1:4])
-    for one, other in zip(found, operators.accept(*args), strict=True):
-        assert torch.equal(one, other)
-
-
 def given_tree(values: Tensor, words: Tensor, length: int = 2) -> tuple[Any, ...]:
     """Two chains below the root, a dead node, and one below it; one sequence and one of padding."""
     generator = torch.Generator().manual_seed(4)
@@ -189,10 +179,6 @@ def plain(batch: int, count: int = 2) -> dict[str, Any]:
         "history": torch.zeros(1, 4, dtype=torch.int32),
         "block_table": torch.zeros(batch, 1, dtype=torch.int32),
     }
-
-
-def test_opcheck(operators):
-    torch.library.opcheck(operators.node_winners.default, (), plain(2))
 
 
 @pytest.mark.parametrize(

@@ -153,18 +153,6 @@ def good_calls() -> dict[str, tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("name", ["write_rows", "take_rows"])
-def test_opcheck(implementation, name):
-    torch.library.opcheck(getattr(implementation, name).default, good_calls()[name])
-
-
-def test_schema_says_what_is_mutated(implementation):
-    for name, expected in (("write_rows", ["slab"]), ("take_rows", [])):
-        arguments = getattr(implementation, name).default._schema.arguments
-        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        assert written == expected
-
-
-@pytest.mark.parametrize("name", ["write_rows", "take_rows"])
 @pytest.mark.parametrize(
     ("place", "index", "value", "message"),
     [

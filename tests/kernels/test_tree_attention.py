@@ -51,17 +51,6 @@ def test_one_sequence(attention, parents, length):
     World(attention, [length], block_size=16).call([tree_tokens(parents, length)])
 
 
-@pytest.mark.parametrize("block_size", LAYOUTS)
-@pytest.mark.parametrize(
-    "empty", [{0}, {1}, {3}, {0, 1}, {1, 2}, {2, 3}, {0, 1, 2}, {0, 1, 2, 3}], ids=str
-)
-def test_sequences_without_tokens_are_left_alone(attention, block_size, empty):
-    lengths = [4, 0, 9, 3]
-    world = World(attention, lengths, block_size=block_size)
-    trees = [CHAIN, BUSHY, STAR, ROOT]
-    world.call([[] if b in empty else tree_tokens(trees[b], lengths[b]) for b in range(4)])
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["tree", "causal"])
 @pytest.mark.parametrize("dead_value", [NAN, 777.0], ids=["dead-nan", "dead-finite"])
 @pytest.mark.parametrize("block_size", LAYOUTS)
@@ -78,11 +67,6 @@ def test_dead_tokens_write_nothing_and_give_zero(attention, block_size, dead_val
     world.call(tokens, causal=causal, dead_value=dead_value)
 
 
-def test_only_dead_tokens(attention):
-    world = World(attention, [4, 0])
-    assert not world.call([[DEAD], [DEAD, DEAD]]).any()
-
-
 @pytest.mark.parametrize("poison", [NAN, float("inf"), 1e4], ids=["nan", "inf", "stale"])
 @pytest.mark.parametrize("block_size", LAYOUTS)
 def test_dead_node_between_live_nodes(attention, block_size, poison):
@@ -92,11 +76,6 @@ def test_dead_node_between_live_nodes(attention, block_size, poison):
     tokens[0][2] = DEAD
     tokens[1][9] = DEAD
     world.call(tokens)
-
-
-@pytest.mark.parametrize("poison", [float("inf"), 1e4], ids=["inf", "stale"])
-def test_rows_of_an_earlier_step_do_not_leak(attention, poison):
-    World(attention, [5, 0], poison=poison).call([tree_tokens(BUSHY, 5), tree_tokens(CHAIN, 0)])
 
 
 @pytest.mark.parametrize("sink", [0, 1, 4], ids="sink{}".format)
@@ -295,11 +274,6 @@ def test_second_identical_call_gives_the_same(attention):
     torch.manual_seed(1)
     second = world.call(tokens)
     assert torch.equal(first, second)
-
-
-def test_tokens_of_a_sequence_in_any_order(attention):
-    order = [0, 6, 2, 11, 1, 3, 5, 4, 9, 8, 7, 10]
-    World(attention, [4]).call([tree_tokens(BUSHY, 4, order)])
 
 
 @pytest.mark.parametrize("block_size", LAYOUTS)

@@ -106,8 +106,3 @@ def test_logits_that_lie_by_column(reference_operators, num_children):
 def test_any_logits(tree_expand, case):
     rows, num_children = case
     check(tree_expand, torch.tensor(rows), num_children)
-
-
-@pytest.mark.parametrize("num_children", [1, 3], ids="k{}".format)
-def test_opcheck(tree_expand, num_children):
-    torch.library.opcheck(tree_expand, (torch.randn(3, 11), num_children))

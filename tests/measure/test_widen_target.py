@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.measure import widen_target
 from tests.models import prompts, save_tiny
@@ -42,24 +41,6 @@ def test_a_widened_model_computes_the_same(tied: bool, tmp_path: Path) -> None:
         assert added.std() == pytest.approx(float(spread), rel=0.2)
 
 
-def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
-    source = save_tiny("llama", tmp_path / "source")
-    files = [
-        (widened(source, tmp_path / name, "--seed", seed) / "model.safetensors").read_bytes()
-        for name, seed in (("a", "0"), ("b", "0"), ("c", "1"))
-    ]
-    assert files[0] == files[1] != files[2]
-
-
-def test_the_demo_target_at_100m() -> None:
-    # the demo target's counts, without its weights
-    count = widen_target.ParameterCount(2048 * 256 + 256, per_layer=197_248, per_column=768)
-    before = widen_target.Size(8, 768)
-    assert count.total(before) == 6_821_120
-    found = widen_target.fit_size(count, before, widen_target.parse_number("100M"))
-    assert found == widen_target.Size(24, 5120)
-
-
 @pytest.mark.parametrize("leaked", [1e-3, float("nan")])
 @pytest.mark.parametrize("broken", ["o_proj", "down_proj"])
 def test_output_that_is_not_zero_is_noticed(
@@ -75,12 +56,3 @@ def test_output_that_is_not_zero_is_noticed(
     source = save_tiny("qwen3", tmp_path / "source")
     with pytest.raises(SystemExit, match="logits differ"):
         widened(source, tmp_path / "wide")
-
-
-@torch.inference_mode()
-def test_a_dtype(tmp_path: Path) -> None:
-    source = save_tiny("llama", tmp_path / "source")
-    with pytest.raises(SystemExit, match="bfloat16 may round"):
-        widened(source, tmp_path / "wide", "--dtype", "bfloat16")
-    stored = load_file(tmp_path / "wide" / "model.safetensors")
-    assert {value.dtype for value in stored.values()} == {torch.bfloat16}

@@ -18,12 +18,12 @@ from specc.runtime.backends.engine_cache import features_of
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.scheduling.request import Request
-from specc.sampling.params import SamplingParams
 from specc.speculation.dynamic_tree import BudgetTree, DynamicTree
 from specc.speculation.plans import SpecPlan
 from tests.head_reference import Reference, hidden_states
 from tests.heads import VOCAB
 from tests.mtp import MtpReference
+from tests.runtime.tap_rows import serve_each
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 BLOCK, CHUNK = 4, 7
@@ -171,24 +171,7 @@ def serve(
     **params: Any,
 ) -> list[Request]:
     """Requests that come one after the other; the head's rows are compared after every step."""
-    waiting, requests, num_steps = list(prompts), list[Request](), 0
-    while waiting or core.scheduler.has_work:
-        if waiting and num_steps % every == 0:
-            own = SamplingParams(
-                max_tokens=num_tokens,
-                ignore_eos=True,
-                seed=len(waiting),
-                **{"temperature": 0, **params},
-            )
-            requests.append(core.requests.make(waiting.pop(0), own))
-            core.scheduler.add(requests[-1])
-        assert core.advance()
-        num_steps += 1
-        for request in requests:
-            if request.blocks and not request.is_finished:
-                oracle.check_rows(core.engine, request)
-    assert all(len(request.output_token_ids) == num_tokens for request in requests)
-    return requests
+    return serve_each(core, oracle.check_rows, prompts, num_tokens, every, **params)
 
 
 def prompts_of(block_size: int, seed: int = 5) -> list[list[int]]:

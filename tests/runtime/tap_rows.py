@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,31 @@ class Oracle:
         self.num_rows += count
 
 
+def serve_each(
+    core: EngineCore,
+    check: Callable[[Engine, Request], object],
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    every: int,
+    **params: Any,
+) -> list[Request]:
+    """Requests that come one after the other; rows are compared after every step."""
+    waiting, requests, num_steps = list(prompts), list[Request](), 0
+    while waiting or core.scheduler.has_work:
+        if waiting and num_steps % every == 0:
+            given = {"temperature": 0, "seed": len(waiting), **params}
+            own = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **given)
+            requests.append(core.requests.make(waiting.pop(0), own))
+            core.scheduler.add(requests[-1])
+        assert core.advance()
+        num_steps += 1
+        for request in requests:
+            if request.blocks and request.cache_len and not request.is_finished:
+                check(core.engine, request)
+    assert all(len(request.output_token_ids) == num_tokens for request in requests)
+    return requests
+
+
 def serve(
     engine: Engine,
     plan: str,
@@ -95,22 +121,5 @@ def serve(
     prefix = text(2 * CHUNK + 3)
     waiting = [text(1), prefix + text(4), text(40), prefix + text(9), prefix[:CHUNK], text(7)]
     waiting = waiting[:count]
-    requests: list[Request] = []
-    num_steps = 0
-    while waiting or core.scheduler.has_work:
-        if waiting and num_steps % every == 0:
-            own = SamplingParams(
-                max_tokens=num_tokens,
-                ignore_eos=True,
-                seed=len(waiting),
-                **{"temperature": 0, **params},
-            )
-            requests.append(core.requests.make(waiting.pop(0), own))
-            core.scheduler.add(requests[-1])
-        assert core.advance()
-        num_steps += 1
-        for request in requests:
-            if request.blocks and request.cache_len and not request.is_finished:
-                oracle.check(engine, request)
-    assert all(len(request.output_token_ids) == num_tokens for request in requests)
+    serve_each(core, oracle.check, waiting, num_tokens, every, **params)
     return core

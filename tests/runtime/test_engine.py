@@ -97,23 +97,6 @@ def test_tokenizer_settings_of_training_are_dropped(engine_copy: Path, save_engi
     assert reloaded.encode("abcd").ids == [0, 1, 2, 3]
 
 
-def test_altered_file(engine_copy: Path) -> None:
-    file = engine_copy / "target/weights.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(EngineError, match=r"weights\.safetensors"):
-        Engine.load(engine_copy, verify=True)
-    Engine.load(engine_copy)
-
-
-def test_no_engine(tmp_path: Path) -> None:
-    with pytest.raises(EngineError):
-        Engine.load(tmp_path)
-    with pytest.raises(EngineError):
-        Engine.load(tmp_path / "absent")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -22,7 +22,7 @@ from specc.speculation.plans import OFF, DynamicTree, SpecPlan
 from tests.interleavings import Figures, Solo, run_interleaving
 from tests.runtime.live_rig import ScriptedNodes
 from tests.runtime.states_rig import PlainStates, build_hybrid
-from tests.runtime.test_states import Flaky, greedy, prompt_of, run
+from tests.runtime.test_states import Flaky, greedy, prompt_of, run, run_failing
 from tests.tiers import only
 
 CHAIN, TREE = SpecPlan.from_widths((1, 1, 1, 1)), SpecPlan.from_widths((2, 2, 1))
@@ -214,15 +214,5 @@ def test_what_a_failed_step_has_folded_does_not_count(plain: PlainStates) -> Non
     core = EngineCore(engine, policy=policy)
     engine.steps[TREE.name].before_accept = hook
     requests = [core.requests.make(prompt_of(n), greedy(12)) for n in (3, 9, 18)]
-    for request in requests:
-        core.scheduler.add(request)
-    num_failed = 0
-    while any(not request.is_finished for request in requests):
-        try:
-            core.advance()
-        except RuntimeError:
-            num_failed += 1
-        else:
-            plain.check(core)
-    assert num_failed > 1
+    run_failing(core, requests, plain)
     assert policy.num_right > 3

@@ -20,7 +20,7 @@ from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, DynamicTree, SpecPlan
-from tests.interleavings import Figures, Solo, run_interleaving
+from tests.interleavings import Figures, Solo, check_each_step, run_interleaving
 from tests.runtime.test_views import (
     BLOCKS,
     FEW,
@@ -168,17 +168,7 @@ def test_interleavings(
     crowded.cache.shape = dataclasses.replace(crowded.cache.shape, pool_blocks=20)
     pool: Any = type(crowded.cache.allocator)(20)
     crowded.cache.allocator = pool
-    advance = EngineCore.advance
-
-    def checked(core: EngineCore) -> bool:
-        did = advance(core)
-        if core.engine is crowded:
-            for request in core.scheduler.running:
-                if request.cache_len and request.blocks:
-                    oracle.check(crowded, request)
-        return did
-
-    monkeypatch.setattr(EngineCore, "advance", checked)
+    check_each_step(monkeypatch, crowded, oracle.check)
     figures = Figures()
     solo = Solo(make_engine(plans=[OFF], kv_cache_dtype=INT8))
     for seed in range(2):

@@ -53,25 +53,13 @@ def test_generate(llms, prompts, greedy, plan: str) -> None:
     assert is_idle(llm)
 
 
-def test_forms_of_prompts(llm, greedy) -> None:
-    ids = [0, 1, 2]
-    for prompt in (
-        "abc", ["abc"], ids, [ids], tuple(ids), {"prompt": "abc"}, {"prompt_token_ids": ids},
-        [{"prompt_token_ids": ids, "prompt": "shown"}],
-    ):  # fmt: skip
-        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=5))
-        assert output.prompt_token_ids == ids
-        assert output.outputs[0].token_ids == greedy(ids, 5)
-    assert output.prompt == "shown"
-    assert llm.generate("abc")[0].prompt == "abc"
-    assert llm.generate([]) == []
-
-
 def test_params_of_each_prompt(llm) -> None:
     params = [SamplingParams(temperature=0, max_tokens=n, speculative=n != 4) for n in (3, 4, 5)]
     outputs = llm.generate(["a", "b", "c"], params)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 4, 5]
     assert [output.metrics.num_spec_steps > 0 for output in outputs] == [True, False, True]
+    shown = llm.generate({"prompt_token_ids": [0, 1], "prompt": "shown"}, params[0])
+    assert [shown[0].prompt, outputs[0].prompt, llm.generate([])] == ["shown", "a", []]
 
 
 def test_bos_is_put_before_text_once(make_engine) -> None:

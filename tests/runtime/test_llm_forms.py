@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from specc.errors import ConfigError, EngineError, RequestError
+from specc.errors import ConfigError, RequestError
 from specc.runtime.llm import LLM
 from specc.sampling.params import SamplingParams
 
@@ -277,23 +277,6 @@ def test_dtypes(tiny_engine) -> None:
     for dtype in ("half", "bfloat16", "bf16", torch.float16):
         with pytest.raises(ConfigError, match="an engine of float32"):
             LLM(tiny_engine, dtype=dtype)
-
-
-def test_a_checkpoint_is_no_engine(tiny_models, tiny_engine, tmp_path) -> None:
-    for model in (str(tiny_models.target), tiny_models.target):
-        with pytest.raises(EngineError, match="a Hugging Face checkpoint") as caught:
-            LLM(model=model)
-        assert f"specc compile --target {model}" in caught.value.do
-    with pytest.raises(EngineError, match="specc compile --target Qwen/Qwen3-8B"):
-        LLM("Qwen/Qwen3-8B")
-    with pytest.raises(EngineError, match="is not an engine"):
-        LLM(model=tmp_path)
-    with pytest.raises(ConfigError, match="neither engine nor model"):
-        LLM()
-    with pytest.raises(ConfigError, match="engine alone, which is the same"):
-        LLM(tiny_engine, model=tiny_engine)
-    with pytest.raises(ConfigError, match="an engine of type int"):
-        LLM(model=3)
 
 
 @pytest.mark.parametrize(

@@ -148,10 +148,12 @@ def check_logits(path: Path | Engine, model: Any, dtype: str, tolerance: float =
     assert error < bound, (error, bound)
 
 
-def error_of_logits(path: Path | Engine, model: Any, dtype: str) -> tuple[float, float | None]:
+def error_of_logits(
+    path: Path | Engine, model: Any, dtype: str, num_tokens: int | None = None
+) -> tuple[float, float | None]:
     """Largest error of one pass over a prompt, over the spread; of bfloat16 also what to allow."""
     engine = path if isinstance(path, Engine) else Engine.load(path)
-    tokens = torch.tensor(models.prompts()[-1])
+    tokens = torch.tensor(models.prompts()[-1][:num_tokens])
     count = len(tokens)
     with torch.inference_mode():
         want = model(tokens[None]).logits[0]

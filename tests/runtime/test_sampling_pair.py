@@ -287,7 +287,7 @@ def _margin(target: Any, prefix: list[int], params: SamplingParams, tokens: set[
     seed, offset = torch.tensor(params.seed), torch.tensor(len(prefix))
     noise = gumbel_reference(seed, offset, torch.arange(len(logits)))
     scores = logits / params.temperature + noise
-    if params.has_penalties:
+    if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0):
         return float("inf")
     a, b = (float(scores[token]) for token in tokens)
     return abs(a - b)

@@ -21,7 +21,7 @@ from specc.runtime.llm import LLM
 from specc.runtime.scheduling.request import Request
 from specc.sampling.params import SamplingParams
 from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
-from tests.interleavings import Figures, Solo, run_interleaving
+from tests.interleavings import Figures, Solo, check_each_step, run_interleaving
 from tests.tiers import every
 
 # blocks have 4 rows: a sequence of 16 has the first row that the view does not see
@@ -312,17 +312,7 @@ def test_interleavings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Preemption, shared prefixes and shared passes; plans change from step to step."""
-    advance = EngineCore.advance
-
-    def checked(core: EngineCore) -> bool:
-        did = advance(core)
-        if core.engine is crowded:
-            for request in core.scheduler.running:
-                if request.cache_len and request.blocks:
-                    oracle.check(crowded, request)
-        return did
-
-    monkeypatch.setattr(EngineCore, "advance", checked)
+    check_each_step(monkeypatch, crowded, oracle.check)
     figures, solo = Figures(), Solo(make_engine(plans=[OFF]))
     before = oracle.num_rows
     for seed in range(4):

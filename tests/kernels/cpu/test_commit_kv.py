@@ -121,13 +121,6 @@ def int32(*rows: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck(operators, dtype):
-    slab = torch.randn(2, 2, 5, 4, 2, 3).to(dtype)
-    moves = int32([6, -1], [1, 2]), int32([5, 4], [0, 1]), int32([3, 1], [0, 4])
-    torch.library.opcheck(operators.commit_kv.default, (slab, *moves))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

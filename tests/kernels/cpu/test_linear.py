@@ -65,14 +65,19 @@ class LinearStruct(ctypes.Structure):
     )
 
 
-# what is compiled for this machine; each of the others is a library more
-@pytest.fixture(scope="module", params=only(("native",), ISAS))
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    isa = request.param
+def present(isa: str) -> str:
+    """An instruction set of `ISAS` that this machine can run; without it the test is skipped."""
     if isa != "native" and platform.machine() != "x86_64":
         pytest.skip("an x86-64 instruction set")
     if missing := ISAS[isa] - set(isa_flags()):
         pytest.skip(f"no {', '.join(sorted(missing))}")
+    return isa
+
+
+# what is compiled for this machine; each of the others is a library more
+@pytest.fixture(scope="module", params=only(("native",), ISAS))
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    isa = present(request.param)
     flags = kernel_flags("linear.cpp", isa)
     openmp = native.openmp_flags()
     return load_wrapper(

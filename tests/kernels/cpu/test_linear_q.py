@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 
 import pytest
 import torch
@@ -17,10 +16,16 @@ from specc.artifact.quantized_layout import QuantizedLayout, pack
 from specc.artifact.rounding import quantize
 from specc.kernels import native
 from specc.kernels.reference.quantized import bits_of_rows, linear_q_reference
-from specc.system.machine import isa_flags
 from tests.kernel_flags import kernel_flags
 from tests.kernels.cpu.quantized_weights import random_weight, whole_columns
-from tests.kernels.cpu.test_linear import CANARY, before_a_forbidden_page, in_poison
+from tests.kernels.cpu.test_linear import (
+    CANARY,
+    DTYPES,
+    ISAS,
+    before_a_forbidden_page,
+    in_poison,
+    present,
+)
 from tests.native_library import load_wrapper
 from tests.tiers import checkered, every, only
 
@@ -41,14 +46,6 @@ extern "C" __attribute__((visibility("default"))) void run_in_team(const specc::
   specc::with_team(n, order, [&] { specc::linear_q(a, count, n); });
 }
 """
-# -march → the instructions that running it takes; native is vpdpbusd where the machine has it
-ISAS = {
-    "native": set(),
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512vl"},
-    "x86-64-v3": {"avx2", "fma"},
-    "x86-64": {"sse2"},
-}
-DTYPES = (torch.float32, torch.bfloat16)
 # of rows, and of the integers that they become
 ROWS = [(torch.float32, 24), (torch.float32, 16), (torch.float32, 8), (torch.bfloat16, 16),
         (torch.bfloat16, 8)]  # fmt: skip
@@ -88,24 +85,16 @@ class LinearQStruct(ctypes.Structure):
     )
 
 
-# what is compiled for this machine; each of the others is a library more
+# native is vpdpbusd where the machine has it; each of the others is a library more
 @pytest.fixture(scope="module", params=only(("native",), ISAS))
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    isa = request.param
-    if isa != "native" and platform.machine() != "x86_64":
-        pytest.skip("an x86-64 instruction set")
-    if missing := ISAS[isa] - set(isa_flags()):
-        pytest.skip(f"no {', '.join(sorted(missing))}")
+    isa = present(request.param)
     kernels = ("linear_q.cpp", "linear_fp8.cpp")
     each = [kernel_flags(name, isa) for name in kernels]
     assert each[0] == each[1]
     openmp = native.openmp_flags()
     found = load_wrapper(
-        tmp_path_factory.mktemp("linear_q"),
-        WRAPPER,
-        each[0],
-        kernels,
-        tuple(openmp),
+        tmp_path_factory.mktemp("linear_q"), WRAPPER, each[0], kernels, tuple(openmp)
     )
     found.find_format.restype, found.find_format.argtypes = ctypes.c_void_p, (ctypes.c_char_p,)
     return found

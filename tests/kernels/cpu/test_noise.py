@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ from specc.kernels.reference.sampling import (
     purpose_of_column,
     uniform_reference,
 )
-from specc.system.machine import isa_flags
 from tests.kernel_flags import SOURCE_DIR, kernel_flags, rounded_units, unit_of, units
-from tests.kernels.cpu.test_linear import ISAS
+from tests.kernels.cpu.test_linear import ISAS, present
 from tests.native_library import load_wrapper
 from tests.tiers import every, only
 
@@ -63,11 +61,7 @@ OFFSETS = (0, 1, 77, 2**31 - 1, 2**31, 2**32 + 5, -3)
 # what is compiled for this machine; each of the others is a library more
 @pytest.fixture(scope="module", params=only(("native",), ISAS))
 def library(request, tmp_path_factory) -> ctypes.CDLL:
-    isa = request.param
-    if isa != "native" and platform.machine() != "x86_64":
-        pytest.skip("an x86-64 instruction set")
-    if missing := ISAS[isa] - set(isa_flags()):
-        pytest.skip(f"no {', '.join(sorted(missing))}")
+    isa = present(request.param)
     flags = kernel_flags("noise.cpp", isa)
     loaded = load_wrapper(tmp_path_factory.mktemp("noise"), WRAPPER, flags)
     loaded.uniform_of.restype = ctypes.c_float

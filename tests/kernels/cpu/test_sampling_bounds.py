@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from specc.sampling.rows import Rule, Word
-from tests.kernels import sampling_cases as cases
 from tests.kernels.sampling_cases import PADDING, int32, options
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -45,16 +44,6 @@ def children_args(batch: int = 2, **changes: Any) -> dict[str, Any]:
         "words": words,
         "scored": True,
     } | changes
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_opcheck(operators, dtype):
-    for operator, args in (
-        (operators.draft_children.default, children_args()),
-        (operators.accept.default, accept_args()),
-    ):
-        args["logits"] = args["logits"].to(dtype)
-        torch.library.opcheck(operator, tuple(args.values()))
 
 
 def test_padding_is_safe(operators):

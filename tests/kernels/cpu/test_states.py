@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 import random
 from dataclasses import replace
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from specc.system.machine import isa_flags
 from tests.kernel_flags import kernel_flags
 from tests.kernels import test_tree_conv as convs
-from tests.kernels.cpu.test_linear import ISAS
+from tests.kernels.cpu.test_linear import present
 from tests.kernels.state_passes import Pass, Tree, chain, random_tree
 from tests.kernels.test_tree_recurrence import DELTA, Heads, Inputs, inputs_of
 from tests.native_library import load_wrapper
@@ -87,11 +85,7 @@ def test_threads_change_no_bit_of_convolutions(native_operators):
 @pytest.mark.parametrize("isa", ["x86-64-v3", "x86-64-v4"])
 def test_instruction_sets_change_no_bit(native_operators, tmp_path, isa, decays_rows):
     """A tree after a chunk, as compiled for other machines and for this one."""
-    if platform.machine() != "x86_64":
-        pytest.skip("an x86-64 instruction set")
-    if missing := ISAS[isa] - set(isa_flags()):
-        pytest.skip(f"no {', '.join(sorted(missing))}")
-    flags = kernel_flags("tree_recurrence.cpp", isa)
+    flags = kernel_flags("tree_recurrence.cpp", present(isa))
     library = load_wrapper(tmp_path / "states", WRAPPER, flags)
     heads = Heads(2, 4, 33, 40, decays_rows)
     tree = replace(random_tree(random.Random(4), 20, 7, certain=3), dead=0)

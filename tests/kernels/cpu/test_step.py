@@ -6,7 +6,6 @@ between and around the rows would win if it were read.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specc.kernels.reference.core import accept_winners_reference, tree_expand_reference
+from specc.kernels.reference.core import tree_expand_reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 NAN, INF = float("nan"), float("inf")
@@ -133,134 +132,8 @@ def test_minus_infinity_ranks_below_the_lowest_number(operators, vocab, dtype):
     assert operators.node_winners(tensor, *root, 0, *greedy, int32(0), *paged).tolist() == [2]
 
 
-@dataclass(frozen=True)
-class Walk:
-    """A batch of trees with winners that follow them: `follow` is the share of those that do."""
-
-    seed: int
-    batch: int
-    num_nodes: int
-    vocab: int
-    reach: int  # how far before a node its parent may lie: 1 is a chain
-    first: bool  # parents are the root only
-    follow: float
-    shared: bool  # all sequences have one tree: parents is a view with stride 0
-    wide: bool  # winners, tokens and parents are slices of wider tensors
-    dead: float
-    missing_levels: int  # how many levels max_depth is short of the deepest tree
-
-    def make(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        chooser = random.Random(self.seed)
-        trees = [self._tree(chooser) for _ in range(1 if self.shared else self.batch)]
-        if self.shared:
-            trees *= self.batch
-        tokens, winners = [], []
-        for b, parents in enumerate(trees):
-            labels = self._labels(chooser, parents)
-            tokens.append(labels)
-            winners.append([chooser.randrange(-1, self.vocab) for _ in labels])
-            for node in range(self.num_nodes):
-                below = [
-                    labels[child]
-                    for child in range(1, self.num_nodes)
-                    if parents[child] == node and labels[child] < self.vocab
-                ]
-                if below and chooser.random() < self.follow:
-                    winners[b][node] = chooser.choice(below)
-        parents = torch.tensor(trees, dtype=torch.int32).view(self.batch, self.num_nodes)
-        if self.shared and self.batch:
-            parents = parents[:1].expand(self.batch, -1)
-        elif self.wide:
-            wider = torch.zeros(self.batch, self.num_nodes + 3, dtype=torch.int32)
-            parents = wider[:, 2:-1].copy_(parents)
-        found = []
-        for number, rows in enumerate((winners, tokens), start=1):
-            tensor = torch.tensor(rows, dtype=torch.int64).view(self.batch, self.num_nodes)
-            if self.wide:
-                wider = torch.zeros(self.batch, self.num_nodes + number, dtype=torch.int64)
-                tensor = wider[:, number:].copy_(tensor)
-            found.append(tensor)
-        deepest = max((depth for tree in trees for depth in depths(tree)), default=0)
-        return *found, parents, max(0, deepest - self.missing_levels)
-
-    def _tree(self, chooser: random.Random) -> list[int]:
-        parents = [-1]
-        for node in range(1, self.num_nodes):
-            parent = 0 if self.first else chooser.randrange(max(0, node - self.reach), node)
-            # a node below a dead one cannot be reached
-            parents.append(-1 if chooser.random() < self.dead else parent)
-        return parents
-
-    def _labels(self, chooser: random.Random, parents: list[int]) -> list[int]:
-        """Siblings carry distinct tokens; those that the vocabulary lacks are never wanted."""
-        labels = [chooser.randrange(self.vocab)] * self.num_nodes
-        for parent in set(parents):
-            children = [node for node, other in enumerate(parents) if other == parent and node]
-            choices = range(max(self.vocab, len(children)))
-            for node, label in zip(children, chooser.sample(choices, len(children)), strict=True):
-                labels[node] = label
-        return labels
-
-
-def depths(parents: list[int]) -> list[int]:
-    result: list[int] = []
-    for parent in parents:
-        result.append(0 if parent < 0 else result[parent] + 1)
-    return result
-
-
-walks = st.builds(
-    Walk,
-    seed=st.integers(0, 2**31),
-    batch=st.integers(0, 4),
-    num_nodes=st.integers(1, 12) | st.integers(1, 12) | st.just(70),
-    vocab=st.sampled_from([vocab for vocab in VOCABS if vocab < 1000] + [2049]),
-    reach=st.integers(1, 8),
-    first=st.integers(0, 4).map(lambda drawn: drawn == 0),
-    follow=st.sampled_from([0.0, 0.7, 0.95, 1.0, 1.0]),
-    shared=st.booleans(),
-    wide=st.booleans(),
-    dead=st.sampled_from([0.0, 0.0, 0.2]),
-    missing_levels=st.integers(-2, 2),
-)
-
-
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(walks)
-def test_accept_winners(operators, walk):
-    args = walk.make()
-    want = accept_winners_reference(*args)
-    got = operators.accept_winners(*args)
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other)
-        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
-
-
-def test_accepted_lengths_vary():
-    """The test above walks from no node to a whole chain."""
-    seen = set()
-    for follow in (0.0, 0.7, 1.0):
-        for seed in range(8):
-            walk = Walk(seed, 3, 8, 33, 1, False, follow, False, False, 0.0, 0)
-            seen |= set(accept_winners_reference(*walk.make())[1].tolist())
-    assert {0, 1, 7} <= seen
-
-
 def int32(*rows: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
-
-
-def plain_tree(batch: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    parents = int32([-1, 0, 0]).expand(batch, -1)
-    winners = torch.arange(1, 4 * batch + 1).view(batch, 4)[:, 1:]
-    return winners, torch.arange(3 * batch).view(batch, 3), parents, 2
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck(operators, dtype):
-    wide = torch.randn(6, 40).to(dtype)
-    torch.library.opcheck(operators.tree_expand.default, (wide[:, 3:20], 4))
-    torch.library.opcheck(operators.accept_winners.default, plain_tree(2))
 
 
 @pytest.mark.parametrize(

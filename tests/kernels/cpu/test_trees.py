@@ -188,13 +188,6 @@ def test_votes_are_added_in_the_order_of_the_drafts(operators, num_drafts, seed)
     )
 
 
-def test_votes_are_rounded(operators):
-    chains, weights, wanted = cases.ROUNDED_VOTE
-    assert operators.vote_chain(torch.tensor([chains]), torch.tensor([weights])).tolist() == [
-        wanted
-    ]
-
-
 lookups = st.builds(
     cases.Lookup,
     kind=st.sampled_from(cases.CONTEXTS),
@@ -317,11 +310,6 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "lookup": (history, table, lengths, last, 3, 4),
         "record_tokens": (history, table, lengths, last, output, int32([0, 9])),
     }
-
-
-@pytest.mark.parametrize("name", calls())
-def test_opcheck(operators, name):
-    torch.library.opcheck(getattr(operators, name).default, calls()[name])
 
 
 LONG, BIG = torch.zeros(2, 7).long(), torch.zeros(2, 7).int()

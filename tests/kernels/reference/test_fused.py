@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from specc.kernels import ops
 from specc.kernels.reference.core import (
     attend_reference,
     tree_attention_reference,
@@ -124,26 +123,3 @@ def test_write_and_attend_are_tree_attention(ancestors):
     got = attend_reference(q, *second, *inputs, scale=0.3, window=3, sink=1)
     assert torch.equal(got, want)
     assert torch.equal(first, second)
-
-
-def check_fake(operator, *args, **kwargs):
-    """Shapes, dtypes and strides of the fake are those of the oracle; its schema holds."""
-    torch.library.opcheck(operator, args, kwargs, test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fakes(dtype):
-    x, weight = torch.randn(1, 3, 2, 8).to(dtype)[:, :, 1:], torch.randn(8).to(dtype)
-    check_fake(ops.rms_norm, x, weight, 1e-5, True)
-    check_fake(ops.add_rms_norm, x, x + 1, weight, 1e-5)
-    for name in ACTIVATIONS:
-        check_fake(ops.act_and_mul, x, name)
-    q, k, v = (torch.randn(n, 5, 8).to(dtype) for n in (4, 2, 2))
-    caches, cos = torch.zeros(2, 4, 2, 2, 8, dtype=dtype), torch.randn(5, 6)
-    rest = Q_START, SLOT, TABLE
-    check_fake(ops.rope_write, q, k, v, cos, cos + 1, caches[0], caches[1], *rest)
-    check_fake(ops.write_kv, k, v, caches[0], caches[1], *rest)
-    lengths = torch.tensor([2, 0], dtype=torch.int32)
-    position = SLOT.clamp(min=0).long()
-    inputs = Q_START, position, SLOT, lengths, None, TABLE
-    check_fake(ops.attend, q, caches[0], caches[1], *inputs, scale=0.3)

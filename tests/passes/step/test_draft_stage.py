@@ -272,6 +272,19 @@ def decode_plainly(request: Request, count: int) -> list[int]:
 OFF_TREE = SpecPlan("off", drafters=drafters_of("suffix"))
 
 
+def check_step(run: Stepped, plan: SpecPlan) -> None:
+    """One step, against the reference."""
+    env = run.step()
+    wanted = [propose(plan, request) for request in run.requests]
+    check_passes(run, wanted)
+    check_verification(run, wanted)
+    check_sources(run, env, wanted)
+    for b, one in enumerate(wanted):
+        check_tree(run, env, b, one)
+        check_outcome(run, env, b, one)
+    run.take(env)
+
+
 @pytest.mark.default(
     "lookup1-chain-4", "merge-0+1-tree-2-2-1", "tree-3-2-1-sharp-cefa", "dynamic-6-2-3-sharp-259f",
     "budget-4-6-6-2",
@@ -285,15 +298,7 @@ def test_steps(plan):
     begin = list(run.requests)
     # the first reads prompts, the others what was accepted; more of them are counted below
     for _ in range(3 if plan.models else 6):
-        env = run.step()
-        wanted = [propose(plan, request) for request in run.requests]
-        check_passes(run, wanted)
-        check_verification(run, wanted)
-        check_sources(run, env, wanted)
-        for b, one in enumerate(wanted):
-            check_tree(run, env, b, one)
-            check_outcome(run, env, b, one)
-        run.take(env)
+        check_step(run, plan)
     for first, last in zip(begin, run.requests, strict=True):
         if first.values[0] == 0 or first.words[2] in (Rule.COUPLED, Rule.DELTA):
             output = last.text[len(first.text) :]
@@ -327,15 +332,7 @@ def test_more_than_64_nodes(plan):
     assert plan.num_rows > 64
     run = Stepped(plan, requests_of(plan, seed=3)[1:4], seed=4)
     for _ in range(2):
-        env = run.step()
-        wanted = [propose(plan, request) for request in run.requests]
-        check_passes(run, wanted)
-        check_verification(run, wanted)
-        check_sources(run, env, wanted)
-        for b, one in enumerate(wanted):
-            check_tree(run, env, b, one)
-            check_outcome(run, env, b, one)
-        run.take(env)
+        check_step(run, plan)
 
 
 def events_of(plan: SpecPlan) -> Counter[str]:

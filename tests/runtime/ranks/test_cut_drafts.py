@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from tests import engines, models
 from tests.lossless import Zoo
 from tests.runtime.ranks.conftest import OPTIONS
+from tests.runtime.ranks.device_process import params_of
 from tests.runtime.ranks.test_device_ranks import Launch
 from tests.runtime.ranks.test_led_engine import COUPLED, GREEDY, LOGPROBS, MSS, generate, params
 
@@ -68,47 +69,63 @@ def path_of(zoo: Zoo, backend: str, num_ranks: int, plans: tuple[SpecPlan, ...] 
     return zoo.once(f"cut-drafts-{backend}-{num_ranks}-{len(plans)}", make)
 
 
+@dataclass
 class Pair:
     """The whole engine and the cut one, open until the module ends."""
 
-    def __init__(self, zoo: Zoo, backend: str) -> None:
-        self.whole = Engine.load(path_of(zoo, backend, 1), **FEW)
-        self.cut = Engine.load(path_of(zoo, backend, 2), ranks=OPTIONS, **FEW)
+    whole: Engine
+    cut: Engine
 
-    def check(self, plan: str, given: list[SamplingParams]) -> None:
+    def check(self, plan: str, options: dict[str, Any]) -> None:
         """The same tokens, of which drafts have proposed as many.
 
         A rank that keeps other rows than the rest, or none, spoils what drafts propose, and no
         token: so the numbers of accepted ones are compared, too.
         """
+        is_lossy = "dynamic" in plan or plan.startswith(("tiles", "vote"))
+        given = {**options, "rule": "delta"} if is_lossy and "rule" in options else options
         found, accepted = [], []
         for engine in (self.whole, self.cut):
             llm = LLM(engine, plan=plan)
-            found.append([tokens for tokens, _ in generate(llm, given)])
+            found.append([tokens for tokens, _ in generate(llm, params(4, **given))])
             accepted.append(llm.get_metrics().num_accepted_tokens)
         assert found[1] == found[0]
-        assert accepted[1] == accepted[0]
-        assert accepted[0] > 0
+        assert accepted[1] == accepted[0] > 0
 
 
 @pytest.fixture(scope="module", params=["eager", pytest.param("cpu", marks=pytest.mark.slow)])
 def pair(zoo: Zoo, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(zoo, request.param)
+    one, two = (path_of(zoo, request.param, num_ranks) for num_ranks in (1, 2))
+    made = Pair(Engine.load(one, **FEW), Engine.load(two, ranks=OPTIONS, **FEW))
     yield made
     made.cut.close()
 
 
-def cases() -> list[Any]:
+def cases(plans: Iterable[SpecPlan], is_usual: Callable[[SpecPlan], bool]) -> list[Any]:
     """Each plan with one kind of rows, in turn; with the others in the slow tier."""
     made = []
-    for i, plan in enumerate(PLANS):
+    for i, plan in enumerate(plans):
         for j, (name, options) in enumerate(KINDS.items()):
             if plan.tile and options in (LOGPROBS, MSS):
                 continue
-            label = f"{plan.name}-{name}"
-            marks = [] if i % len(KINDS) == j and i < 6 else [pytest.mark.slow]
-            made.append(pytest.param(plan.name, options, id=label, marks=marks))
+            marks = [] if i % len(KINDS) == j and is_usual(plan) else [pytest.mark.slow]
+            made.append(pytest.param(plan.name, options, id=f"{plan.name}-{name}", marks=marks))
     return made
+
+
+def check_said(
+    engine: Engine, jobs: list[dict[str, Any]], said: list[dict[str, Any]], captured: int | None
+) -> None:
+    """What captured ranks say they did is what an engine does; so many graphs each of the ranks."""
+    for job, found in zip(jobs, said, strict=True):
+        llm = LLM(engine, plan=job["plan"])
+        outputs = llm.generate(job["prompts"], [params_of(dict(one)) for one in job["params"]])
+        assert "error" not in found, found
+        assert found["tokens"] == [list(output.outputs[0].token_ids) for output in outputs]
+        # as many of them, or they are not what was drafted
+        assert found["accepted"] == llm.get_metrics().num_accepted_tokens > 0, job["plan"]
+        assert captured is None or found["captured"] == [captured] * 2
+        assert found["warnings"] == 0
 
 
 @pytest.mark.default(
@@ -117,11 +134,9 @@ def cases() -> list[Any]:
     "eager-dynamic-10-3-3-coupled",
     "eager-selfw16s4-chain-3-mss",
 )
-@pytest.mark.parametrize(("plan", "options"), cases())
+@pytest.mark.parametrize(("plan", "options"), cases(PLANS, PLANS[:6].__contains__))
 def test_two_ranks_draft_what_one_does(pair: Pair, plan: str, options: dict[str, Any]) -> None:
-    is_lossy = "dynamic" in plan or plan.startswith(("tiles", "vote"))
-    given = {**options, "rule": "delta"} if is_lossy and "rule" in options else options
-    pair.check(plan, params(4, **given))
+    pair.check(plan, options)
 
 
 def test_each_rank_has_its_part_of_the_draft(zoo: Zoo, pair: Pair) -> None:
@@ -167,16 +182,8 @@ def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
     with Launch(path_of(zoo, "cuda", 2, CAPTURED), 2, options) as launch:
         said = launch.said()
         assert launch.codes == [0, 0], launch.errors
-    whole = Engine.load(path_of(zoo, "eager", 1))
-    for job, found in zip(jobs, said, strict=True):
-        llm = LLM(whole, plan=job["plan"])
-        params = [SamplingParams(**{"temperature": 0, **given}) for given in job["params"]]
-        outputs = llm.generate(job["prompts"], params)
-        assert found["tokens"] == [list(output.outputs[0].token_ids) for output in outputs]
-        assert found["accepted"] == llm.get_metrics().num_accepted_tokens, job["plan"]
-        # with filters and without
-        assert found["captured"] == [2 * (len(CAPTURED) + 1)] * 2
-        assert found["warnings"] == 0
+    # with filters and without
+    check_said(Engine.load(path_of(zoo, "eager", 1)), jobs, said, 2 * (len(CAPTURED) + 1))
 
 
 @pytest.mark.default("sizes0-add --tensor-parallel-size 2")

@@ -26,9 +26,9 @@ from specc.speculation.plans import MERGE, VOTE, DynamicTree, SpecPlan
 from tests import engines, models
 from tests.lossless import Zoo
 from tests.runtime.ranks.conftest import OPTIONS
-from tests.runtime.ranks.device_process import params_of
+from tests.runtime.ranks.test_cut_drafts import Pair, cases, check_said
 from tests.runtime.ranks.test_device_ranks import Launch, job
-from tests.runtime.ranks.test_led_engine import COUPLED, GREEDY, LOGPROBS, MSS, generate, params
+from tests.runtime.ranks.test_led_engine import generate
 from tests.runtime.ranks.test_orders import received
 
 BOTH, VIEW = ("draft_0", "draft_1"), "self_w16_s4"
@@ -46,12 +46,6 @@ PLANS = (
 )
 # captured on simulated devices: two drafts at once, logits that cross, and one that all ranks have
 CAPTURED = (PLANS[0], PLANS[3], PLANS[4], PLANS[6])
-KINDS: dict[str, dict[str, Any]] = {
-    "mss": MSS,
-    "greedy": GREEDY,
-    "coupled": COUPLED,
-    "logprobs": LOGPROBS,
-}
 
 
 def path_of(
@@ -82,14 +76,6 @@ def path_of(
     return zoo.once(f"draft-ranks-{backend}-{num_ranks}-{len(plans)}-{own}", make)
 
 
-class Pair:
-    def __init__(self, zoo: Zoo, backend: str) -> None:
-        self.whole = Engine.load(path_of(zoo, backend, 1))
-        # mapped files are counted, and huge pages would take their place where Linux gives them
-        mmap = True if backend == "cpu" else None
-        self.cut = Engine.load(path_of(zoo, backend, 2), ranks=OPTIONS, mmap=mmap)
-
-
 # before the tests that keep a pair of engines: a process has one that is cut
 @pytest.mark.slow
 def test_a_draft_beside_one_that_obeys_a_grammar_is_taken_in_a_later_graph(
@@ -107,35 +93,21 @@ def test_a_draft_beside_one_that_obeys_a_grammar_is_taken_in_a_later_graph(
         assert launch.codes == [0, 0], launch.errors
     cut = Engine.load(path_of(zoo, "eager", 2, CAPTURED), ranks=OPTIONS)
     request.addfinalizer(cut.close)
-    for job_, found in zip(jobs, said, strict=True):
-        llm = LLM(cut, plan=job_["plan"])
-        params = [params_of(dict(one)) for one in job_["params"]]
-        outputs = llm.generate(job_["prompts"], params)
-        assert "error" not in found, found
-        assert found["tokens"] == [list(output.outputs[0].token_ids) for output in outputs]
-        # as many of them, or they are not what was drafted
-        assert found["accepted"] == llm.get_metrics().num_accepted_tokens > 0, job_["plan"]
-        assert found["warnings"] == 0
+    check_said(cut, jobs, said, None)
 
 
 @pytest.fixture(scope="module", params=["eager", pytest.param("cpu", marks=pytest.mark.slow)])
 def pair(zoo: Zoo, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    made = Pair(zoo, request.param)
+    one, two = (path_of(zoo, request.param, num_ranks) for num_ranks in (1, 2))
+    # mapped files are counted, and huge pages would take their place where Linux gives them
+    mmap = True if request.param == "cpu" else None
+    made = Pair(Engine.load(one), Engine.load(two, ranks=OPTIONS, mmap=mmap))
     yield made
     made.cut.close()
 
 
-def cases() -> list[Any]:
-    """Each plan with one kind of rows, in turn; with the others in the slow tier."""
-    made = []
-    for i, plan in enumerate(PLANS):
-        for j, (name, options) in enumerate(KINDS.items()):
-            if plan.tile and options in (LOGPROBS, MSS):
-                continue
-            is_usual = i % len(KINDS) == j and plan.combine != VOTE and VIEW not in plan.model_names
-            marks = [] if is_usual else [pytest.mark.slow]
-            made.append(pytest.param(plan.name, options, id=f"{plan.name}-{name}", marks=marks))
-    return made
+def is_usual(plan: SpecPlan) -> bool:
+    return plan.combine != VOTE and VIEW not in plan.model_names
 
 
 @pytest.mark.default(
@@ -143,18 +115,9 @@ def cases() -> list[Any]:
     "eager-draft1-tree-3-2-1-coupled",
     "eager-merge-1+selfw16s4-tree-2-1-coupled",
 )
-@pytest.mark.parametrize(("plan", "options"), cases())
+@pytest.mark.parametrize(("plan", "options"), cases(PLANS, is_usual))
 def test_ranks_draft_what_one_does(pair: Pair, plan: str, options: dict[str, Any]) -> None:
-    """As many tokens are accepted, too: a rank that keeps other rows spoils drafts alone."""
-    is_lossy = "dynamic" in plan or plan.startswith(("tiles", "vote"))
-    given = {**options, "rule": "delta"} if is_lossy and "rule" in options else options
-    found, accepted = [], []
-    for engine in (pair.whole, pair.cut):
-        llm = LLM(engine, plan=plan)
-        found.append([tokens for tokens, _ in generate(llm, params(4, **given))])
-        accepted.append(llm.get_metrics().num_accepted_tokens)
-    assert found[1] == found[0]
-    assert accepted[1] == accepted[0] > 0
+    pair.check(plan, options)
 
 
 def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
@@ -171,17 +134,9 @@ def test_captured_ranks_draft_what_one_does(zoo: Zoo) -> None:
     with Launch(path_of(zoo, "cuda", 2, CAPTURED), 2, {"jobs": jobs, "capture": [4]}) as launch:
         said = launch.said()
         assert launch.codes == [0, 0], launch.errors
+    # with filters and without
     whole = Engine.load(path_of(zoo, "eager", 1, CAPTURED))
-    for job_, found in zip(jobs, said, strict=True):
-        llm = LLM(whole, plan=job_["plan"])
-        given = [SamplingParams(**{"temperature": 0, **one}) for one in job_["params"]]
-        outputs = llm.generate(job_["prompts"], given)
-        assert "error" not in found, found
-        assert found["tokens"] == [list(output.outputs[0].token_ids) for output in outputs]
-        assert found["accepted"] == llm.get_metrics().num_accepted_tokens > 0, job_["plan"]
-        # with filters and without
-        assert found["captured"] == [2 * (len(CAPTURED) + 1)] * 2
-        assert found["warnings"] == 0
+    check_said(whole, jobs, said, 2 * (len(CAPTURED) + 1))
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ ARCHITECTURES = ("llama", "gpt_neox", "mixtral")
 FEW: dict[str, Any] = {"kv_cache_tokens": 160}
 
 
-def path_of(zoo: Zoo, name: str, backend: str, num_ranks: int) -> Path:
-    """A compiled engine, whole or cut."""
+def path_of(zoo: Zoo, name: str, backend: str, num_ranks: int, stages: int = 1) -> Path:
+    """A compiled engine, whole or cut, or in stages."""
 
     def make(path: Path) -> Path:
         config = CompileConfig(
@@ -62,11 +62,12 @@ def path_of(zoo: Zoo, name: str, backend: str, num_ranks: int) -> Path:
             backend=backend,
             probe=False,
             tensor_parallel_size=num_ranks,
+            pipeline_parallel_size=stages,
         )
         target, draft = zoo.checkpoint(name), zoo.checkpoint(name, draft="noisy")
         return engines.build(target, draft, path, config)
 
-    return zoo.once(f"sharded-{name}-{backend}-{num_ranks}", make)
+    return zoo.once(f"sharded-{name}-{backend}-{num_ranks}-{stages}", make)
 
 
 class Engines:

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from specc.artifact.directory import read_manifest
-from specc.config import CompileConfig
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
 from specc.runtime.ranks.answers import checksum
 from specc.sampling.params import SamplingParams
-from tests import engines, models
+from tests import models
 from tests.lossless import Zoo
-from tests.runtime.ranks.conftest import OPTIONS, PLANS
+from tests.runtime.ranks.conftest import OPTIONS
 from tests.runtime.ranks.test_led_engine import (
     COUPLED,
     GRAMMAR,
@@ -31,37 +30,18 @@ from tests.runtime.ranks.test_led_engine import (
     params,
     rule_of,
 )
-from tests.runtime.ranks.test_sharded_engine import PLAIN, TOLERANCE
+from tests.runtime.ranks.test_sharded_engine import FEW, PLAIN, TOLERANCE, path_of
 
 # ranks of a stage, and stages
 SHAPES = [(1, 2), (2, 2)]
 SHAPE_IDS = ["pp-2", "tp-2-pp-2"]
-# a cache in which not all of the longest requests have room
-FEW: dict[str, Any] = {"kv_cache_tokens": 160}
 
 
 def staged_path(
     zoo: Zoo, tensor: int, stages: int, backend: str = "eager", name: str = "llama"
 ) -> Path:
     """A compiled engine, whole or in stages."""
-
-    def make(path: Path) -> Path:
-        config = CompileConfig(
-            plans=PLANS,
-            max_batch_size=4,
-            max_seq_len=models.MAX_SEQ_LEN,
-            prefill_chunk=24,
-            backend=backend,
-            probe=False,
-            tensor_parallel_size=tensor,
-            pipeline_parallel_size=stages,
-        )
-        target, draft = zoo.checkpoint(name), zoo.checkpoint(name, draft="noisy")
-        return engines.build(target, draft, path, config)
-
-    # the whole one is that of the tests of tensor parallelism
-    key = f"sharded-{name}-{backend}-{tensor}" + (f"-{stages}" if stages > 1 else "")
-    return zoo.once(key, make)
+    return path_of(zoo, name, backend, tensor, stages)
 
 
 class Engines:

@@ -294,34 +294,6 @@ class TestOutput:
         write_engine(tmp_path / "engine")
         assert sorted(os.listdir(tmp_path)) == sorted([*kept, "engine"])
 
-    @pytest.mark.slow
-    def test_a_killed_writer_s_staging_is_removed(self, tmp_path):
-        """Known by the lock that it held, since process ids repeat, in containers at once."""
-        script = """
-            import os, signal, sys
-            from specc.artifact.engine_writer import EngineWriter
-
-            with EngineWriter(sys.argv[1]) as writer:
-                writer.write_bytes("file", bytes(1000))
-                print(writer.staging.name, flush=True)
-                sys.stdin.read()
-        """
-        command = [sys.executable, "-P", "-c", textwrap.dedent(script), tmp_path / "[engine]"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        with subprocess.Popen(command, **pipes) as killed:
-            staging = killed.stdout.readline().strip()
-            killed.kill()
-        assert (tmp_path / staging / "file").exists()
-        with subprocess.Popen(command, **pipes) as living:
-            staging = living.stdout.readline().strip()
-            # what the dead one left is gone, and what the living one does is left alone
-            with pytest.raises(OutputError, match="another process"):
-                write_engine(tmp_path / "[engine]")
-            assert sorted(os.listdir(tmp_path)) == [staging, f"{staging}.lock"]
-            living.communicate("")
-        write_engine(tmp_path / "[engine]")
-        assert os.listdir(tmp_path) == ["[engine]"]
-
     def test_what_a_killed_writer_leaves_is_no_engine(self, tmp_path):
         """Not even with all of its files; and the next one begins anew."""
         pid = os.fork()
@@ -350,9 +322,3 @@ class TestOutput:
         with pytest.raises(OutputError, match="exists"):
             write_engine(engine)
         open_engine(engine)
-
-    def test_two_writers_of_one_output(self, tmp_path):
-        with EngineWriter(tmp_path / "engine") as writer:
-            with pytest.raises(OutputError, match="being written"):
-                write_engine(tmp_path / "engine")
-            assert writer.staging.is_dir()

@@ -170,13 +170,6 @@ def test_what_a_failed_run_held_is_freed(monkeypatch):
         gc.enable()
 
 
-def test_both_fail(monkeypatch):
-    fail_with(monkeypatch, {ASSISTED: RuntimeError("a"), STATIC: RuntimeError("b")})
-    found, notes = make_contenders(OnGpu(), OnGpu(), [[[1]]], 4, 3)
-    assert [item.name for item in found] == [PLAIN]
-    assert [note.split(" is ")[0] for note in notes] == [ASSISTED, STATIC]
-
-
 def test_an_interrupt_is_no_failure(monkeypatch):
     fail_with(monkeypatch, {STATIC: KeyboardInterrupt()})
     with pytest.raises(KeyboardInterrupt):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +14,7 @@ import pytest
 from specc.artifact.engine_writer import EngineWriter
 from specc.cli import build_engine
 from specc.progress import ProgressEvent
-from tests.command_line import MAIN, assert_refused, invoke
-from tests.tiers import only
+from tests.command_line import assert_refused, invoke
 
 
 @pytest.fixture
@@ -72,56 +69,6 @@ def test_target_is_absent(compile_into):
     assert_nothing_left(compile_into)
 
 
-def test_target_is_no_causal_model(compile_into, tiny_models, tmp_path):
-    path = variant(
-        tiny_models, tmp_path / "bert", model_type="bert", architectures=["BertForMaskedLM"]
-    )
-    assert_refused(compile_into(target=path), "BertForMaskedLM")
-    assert_nothing_left(compile_into)
-
-
-@pytest.mark.slow
-def test_tokenizers_differ(compile_into, tiny_models, tmp_path):
-    path = variant(tiny_models, tmp_path / "draft")
-    file = path / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    vocab = tokenizer["model"]["vocab"]
-    first, second = sorted(vocab, key=vocab.get)[7:9]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    file.write_text(json.dumps(tokenizer))
-    result = compile_into(draft=path)
-    assert result.exit_code == 0, result.output
-    assert "the draft proposes 257 of 257 target ids, and reads 0" in result.output
-
-
-def test_tokenizers_without_known_bytes_differ(compile_into, tiny_models, tmp_path):
-    path = variant(tiny_models, tmp_path / "draft")
-    file = path / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    words = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]"}
-    file.write_text(json.dumps(tokenizer | {"model": words, "added_tokens": []}))
-    assert_refused(compile_into(draft=path), "WordLevel")
-    assert_nothing_left(compile_into)
-
-
-UNSUPPORTED = {
-    "bidirectional": (
-        "BertLMHeadModel",
-        "layer.0.attention",
-        {"model_type": "bert", "num_hidden_layers": 1},
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", only(("bidirectional",), UNSUPPORTED))
-def test_unsupported_attention_names_the_layer(compile_into, tiny_models, tmp_path, kind):
-    architecture, layer, options = UNSUPPORTED[kind]
-    options = options | {"architectures": [architecture], "rope_parameters": None}
-    path = variant(tiny_models, tmp_path / kind, **options)
-    assert_refused(compile_into(target=path, draft=path), layer)
-    assert_nothing_left(compile_into)
-
-
 def test_rotary_that_depends_on_length(compile_into, tiny_models, tmp_path):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     path = variant(tiny_models, tmp_path / "dynamic", rope_parameters=rope)
@@ -131,20 +78,6 @@ def test_rotary_that_depends_on_length(compile_into, tiny_models, tmp_path):
     assert_refused(compile_into(*long, target=path), "the draft 0 model has 128 positions")
     assert_refused(compile_into("--rope-length", 300), "leave out --rope-length")
     assert_nothing_left(compile_into)
-
-
-@pytest.mark.parametrize("widths", ["3,0,1", "2,-1", "0", "3,x", ""])
-def test_tree_widths(compile_into, widths):
-    assert_refused(compile_into("--tree", widths), "--tree 3,2,1")
-    assert_nothing_left(compile_into)
-
-
-def test_negative_chain(compile_into):
-    assert_refused(compile_into("--num-speculative-tokens", -1))
-
-
-def test_tree_and_chain(compile_into):
-    assert_refused(compile_into("--tree", "2,1", "--num-speculative-tokens", 2), "one of them")
 
 
 @pytest.mark.slow
@@ -159,37 +92,6 @@ def test_tree_deeper_than_the_window(compile_into, tiny_models, tmp_path):
     result = compile_into("--num-speculative-tokens", 4, target=path)
     assert_refused(result, "sliding window of 4", "depth 4", "layers.0")
     assert_nothing_left(compile_into)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--dtype", "float16"),
-        ("--max-batch-size", 0),
-        ("--max-seq-len", 1),
-        ("--block-size", -1),
-        ("--prefill-chunk", 0),
-    ],
-    ids=lambda options: options[0],
-)
-def test_options_out_of_range(compile_into, options):
-    assert_refused(compile_into(*options), options[0].strip("-"))
-    assert_nothing_left(compile_into)
-
-
-def test_context_beyond_the_models(compile_into):
-    assert_refused(compile_into("--max-seq-len", 129), "129", "128")
-    assert_nothing_left(compile_into)
-
-
-def test_output_exists(compile_into):
-    output = compile_into.place / "engine"
-    output.mkdir()
-    (output / "precious").write_text("text")
-    assert_refused(compile_into(), "exists")
-    # not even --force replaces what is no engine
-    assert_refused(compile_into("--force"), "no engine")
-    assert [path.name for path in output.iterdir()] == ["precious"]
 
 
 def test_debug_shows_the_traceback(compile_into):
@@ -246,38 +148,3 @@ def test_an_interrupted_compilation_leaves_nothing(compile_into, monkeypatch, ph
     # the directory that it is built in, and its lock
     assert built == [".engine.partial-"] * 2
     assert_nothing_left(compile_into)
-
-
-def compile_process(tiny_models, output: Path, **options) -> subprocess.Popen:
-    args = [*MAIN, "compile", "--target", str(tiny_models.target), "-o", str(output)]
-    return subprocess.Popen(args, stderr=subprocess.PIPE, text=True, **options)
-
-
-@pytest.mark.slow
-def test_disk_full(tiny_models, tmp_path):
-    """A file that may not grow stands for a disk that is full: the write fails midway."""
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
-    process = compile_process(tiny_models, tmp_path / "engine", preexec_fn=limit)
-    _, stderr = process.communicate()
-    assert process.returncode == 2, stderr
-    lines = stderr.splitlines()[-3:]
-    assert [line.partition(":")[0] for line in lines] == ["found", "needed", "do"]
-    assert "free" in stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_interrupted_compile(tiny_models, tmp_path):
-    process = compile_process(tiny_models, tmp_path / "engine")
-    assert process.stderr is not None
-    seen = ""
-    while "trace target" not in seen:
-        seen += process.stderr.read(1)
-    # the directory that it is built in, and its lock
-    assert {path.name[:8] for path in tmp_path.iterdir()} == {".engine."}
-    process.send_signal(signal.SIGINT)
-    rest = process.stderr.read()
-    assert process.wait() == 130, rest
-    assert rest.splitlines()[-1] == "interrupted"
-    assert "Traceback" not in rest
-    assert list(tmp_path.iterdir()) == []

@@ -13,10 +13,8 @@ from specc.compiler.context import engine_plans
 from specc.errors import (
     ConfigError,
     ModelNotFoundError,
-    NotCausalLMError,
     OutputError,
     VocabMismatchError,
-    WeightError,
 )
 from specc.speculation.plans import OFF, SpecPlan
 from tests.models import build_model
@@ -232,17 +230,6 @@ def test_absent_target(models, tmp_path):
     refused(ModelNotFoundError, tmp_path, tmp_path / "nowhere", models / "draft", options(TREE))
 
 
-def test_absent_draft(models, tmp_path):
-    refused(ModelNotFoundError, tmp_path, models / "target", tmp_path / "nowhere", options(TREE))
-
-
-def test_not_a_language_model(tmp_path):
-    (tmp_path / "bert").mkdir()
-    config = {"model_type": "bert", "architectures": ["BertModel"]}
-    (tmp_path / "bert" / "config.json").write_text(json.dumps(config))
-    assert "BertModel" in refused(NotCausalLMError, tmp_path, tmp_path / "bert", None, options())
-
-
 def test_plan_without_draft(models, tmp_path):
     found = refused(ConfigError, tmp_path, models / "target", None, options(TREE))
     assert found == "plan tree-2-2-1 without a draft"
@@ -296,25 +283,6 @@ def test_missing_tokenizer(models, tmp_path):
     refused(VocabMismatchError, tmp_path, models / "target", other, options(TREE))
 
 
-def test_missing_weights(models, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(models / "target", other)
-    (other / "model.safetensors").unlink()
-    refused(ModelNotFoundError, tmp_path, other, None, options())
-
-
-def test_missing_tensor(models, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    other = tmp_path / "other"
-    shutil.copytree(models / "target", other)
-    tensors = load_file(other / "model.safetensors")
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    save_file(tensors, other / "model.safetensors")
-    found = refused(WeightError, tmp_path, other, None, options())
-    assert "model.layers.0.mlp.up_proj.weight" in found
-
-
 def test_existing_output(tmp_path):
     output = tmp_path / "engine"
     output.mkdir()
@@ -324,35 +292,6 @@ def test_existing_output(tmp_path):
             build(Custom(), None, output, options(), force=force)
     assert (output / "mine").read_text() == "x"
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
-
-
-def test_force_replaces_an_engine(built, tmp_path):
-    output = tmp_path / "engine"
-    shutil.copytree(built[0], output)
-    with pytest.raises(OutputError):
-        build(Custom(), None, output, options())
-    manifest = build(Custom(), None, output, options(), force=True).manifest
-    assert [plan.name for plan in manifest.plans] == ["off"]
-    assert not (output / "draft-0").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
-
-
-@pytest.mark.parametrize(
-    ("phase", "error"),
-    [
-        pytest.param("trace target", RuntimeError, marks=pytest.mark.slow),
-        pytest.param("rewrite target", KeyboardInterrupt, marks=pytest.mark.slow),
-        ("write target weights", KeyboardInterrupt),
-    ],
-)
-def test_interrupted_build_leaves_nothing(tmp_path, phase, error):
-    def listen(event):
-        if event.phase == phase and (event.seconds is not None or event.done):
-            raise error
-
-    with pytest.raises(error):
-        build(Custom(), None, tmp_path / "engine", options(max_seq_len=48), listen=listen)
-    assert list(tmp_path.iterdir()) == []
 
 
 def fail(directory):

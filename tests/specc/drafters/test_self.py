@@ -64,13 +64,6 @@ def test_one_draft_has_one_name(text, name):
         split_drafts([text, SelfDraft.named(name).option])
 
 
-def test_views_alone_are_what_they_were():
-    draft = SelfDraft.parse("self:window=64")
-    assert draft == SelfDraft.named("self_w64_s4") == SelfDraft(View(64))
-    assert (draft.name, draft.option) == ("self_w64_s4", "self:window=64,sink=4")
-    assert draft.layers is None
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -102,6 +95,7 @@ def test_layers_that_cannot_be():
 def test_names_of_others():
     names = ("self", "self_l", "self_l2to1", "self_l1_0", "self_l0_1", "self_l01", "self_w8_s4_l1")
     names += ("draft_0", "lookup-3", "self_l1_w8", "self_y1", "self_l99999")
+    names += ("suffix", "self_w16", "self_s4_w3")
     assert not any(map(SelfDraft.named, names))
 
 

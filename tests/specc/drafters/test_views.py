@@ -10,7 +10,6 @@ from specc.drafters.self import SelfDraft
 from specc.drafters.views import View
 from specc.errors import ConfigError
 from specc.speculation.choose_plans import choose_plans, split_drafts
-from specc.speculation.plan_json import plan_from_json, plan_to_json
 from specc.speculation.plans import SpecPlan
 
 
@@ -54,17 +53,6 @@ def test_malformed_options(text):
     assert "self:window=512" in error.value.do
 
 
-def test_names_of_others():
-    assert not any(
-        map(SelfDraft.named, ("draft_0", "lookup-3", "suffix", "self", "self_w16", "self_s4_w3"))
-    )
-
-
-def test_one_view_twice():
-    with pytest.raises(ConfigError, match="twice"):
-        split_drafts(["self:window=64", "self:window=64,sink=4"])
-
-
 def test_names_of_blocks():
     (chain,) = choose_plans([], None, (View(64, 4, 128).name, "self_w16_s0_b17"), "merge")
     assert chain.name == "merge-selfw64s4b128+selfw16s0b17-chain-4"
@@ -72,30 +60,6 @@ def test_names_of_blocks():
     assert [chain.num_chosen(16, v) for v in (None, *chain.drafts)] == [10, 0, 8]
     assert not SpecPlan("off", drafters=chain.drafters[:1]).chooses_blocks
     assert View.named("self_w64_s4_b128").num_rows == 196
-
-
-def test_plans():
-    (chain,) = choose_plans([], None, ("self_w64_s4",))
-    assert (chain.name, chain.max_depth) == ("selfw64s4-chain-4", 4)
-    assert (chain.models, chain.asked) == ((), drafters_of("self_w64_s4"))
-    assert chain.views == (View(64),)
-    assert chain.is_static
-    # its root alone: rows before it are the target's
-    assert chain.catch_up == chain.asked[0].first_level(chain.catch_up) == 1
-    merged = SpecPlan.from_widths((1, 1), ("draft_0", "self_w64_s4", "lookup-2"), "merge")
-    assert merged.name == "merge-0+selfw64s4+lookup2-chain-2"
-    assert (merged.model_names, merged.asked) == (
-        ("draft_0",),
-        drafters_of("draft_0", "self_w64_s4"),
-    )
-    assert [draft.first_level(merged.catch_up) for draft in merged.asked] == [3, 1]
-    assert [p.drafts for p in choose_plans([], 3, ("self_w64_s4", "suffix"), "best")] == [
-        ("self_w64_s4",),
-        ("suffix",),
-    ]
-    assert SpecPlan("off", drafters=drafters_of("self_w64_s4")).views == ()
-    for plan in (chain, merged):
-        assert plan_from_json(plan_to_json(plan)) == plan
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ def test_defaults_change_nothing():
     params = SamplingParams()
     assert params.temperature == 1.0
     assert not params.is_greedy
-    assert not params.has_penalties
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1, 0, 0)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (
         1, 0, 0,
@@ -268,20 +267,6 @@ def test_greedy_is_temperature_zero():
     assert SamplingParams(temperature=0, top_p=0.5, top_k=3, rule="mss").is_greedy
     assert SamplingParams(temperature=-0.0).is_greedy
     assert not SamplingParams(temperature=1e-9).is_greedy
-
-
-@pytest.mark.parametrize(
-    ("options", "has_penalties"),
-    [
-        pytest.param({"repetition_penalty": 1.1}, True, id="repetition"),
-        pytest.param({"presence_penalty": -0.5}, True, id="presence"),
-        pytest.param({"frequency_penalty": 0.5}, True, id="frequency"),
-        pytest.param({"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1}, False, id="no"),
-        pytest.param({"repetition_penalty": 1, "presence_penalty": -0.0}, False, id="integers"),
-    ],
-)
-def test_penalties(options, has_penalties):
-    assert SamplingParams(**options).has_penalties == has_penalties
 
 
 def test_an_option_is_checked_when_it_is_assigned():

@@ -103,24 +103,6 @@ def test_options_that_contradict_each_other(args, error, found):
     assert found in str(caught.value)
 
 
-def test_every_plan_of_a_draft_is_its_own_name():
-    """Files of step programs are named after plans."""
-    plans = [
-        SpecPlan.from_widths((2, 2), drafts, combine)
-        for drafts, combine in (
-            (("draft_0",), ""),
-            (("draft_1",), ""),
-            (("lookup-2",), ""),
-            (("suffix",), ""),
-            (TWO, "merge"),
-            (("draft_0", "lookup-2"), "merge"),
-            (("draft_0", "lookup-3"), "merge"),
-            ((*TWO, "suffix"), "merge"),
-        )
-    ]
-    assert len({plan.name for plan in plans}) == len(plans)
-
-
 @pytest.mark.parametrize(
     ("text", "tree"),
     [
@@ -153,27 +135,6 @@ def test_malformed_trees(text):
     with pytest.raises(TreeError) as error:
         parse_tree(text)
     assert error.value.found == f"--tree {text}"
-
-
-@pytest.mark.parametrize(
-    ("numbers", "found"),
-    [
-        ((1, 2, 2), "a dynamic tree of 1 nodes"),
-        ((8, 2, 2), "8 nodes out of 7 candidates"),
-        ((2, 0, 1), "top 0"),
-        ((2000, 64, 1), "2000 nodes out of 65"),
-        ((1200, 40, 2), "1200 nodes and 1641 candidates"),
-        ((16, 64, 3), "16 nodes"),
-    ],
-)
-def test_dynamic_trees_that_cannot_be(numbers, found):
-    if numbers == (16, 64, 3):
-        with pytest.raises(TreeError, match="8257 candidates"):
-            DynamicTree(*numbers)
-        return
-    with pytest.raises(TreeError) as error:
-        DynamicTree(*numbers)
-    assert found in error.value.found
 
 
 @pytest.mark.parametrize(

@@ -235,11 +235,6 @@ def test_names_tell_plans_apart():
 # --- what is kept in files ---
 
 
-def test_json_round_trip(named):
-    _, plan = named
-    assert plan_from_json(json.loads(json.dumps(plan_to_json(plan)))) == plan
-
-
 def test_manifest_round_trip(named):
     _, plan = named
     entry = PlanEntry.of(plan, "steps/x.json")

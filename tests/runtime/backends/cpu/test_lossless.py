@@ -97,13 +97,6 @@ def test_a_draft_equal_to_the_target_is_always_accepted(
     check_full_acceptance(zoo, name, plan, **layout_of(name, other=True), **CPU)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS[2:], ids=PLAN_IDS[2:])
-def test_a_random_draft_changes_nothing(zoo: Zoo, plan: SpecPlan) -> None:
-    outcome, _ = check_matrix(zoo, "opt", plan, "random", **layout_of("opt"), **CPU)
-    assert outcome.stats.mean_acceptance_length < 1.3
-
-
 @BY_NAME
 def test_each_prompt_alone(zoo: Zoo, name: str) -> None:
     engine = zoo.engine(name, "noisy", **layout_of(name), **CPU)

@@ -23,7 +23,7 @@ from specc.sampling.params import SamplingParams
 from specc.speculation.plans import SpecPlan
 from tests import engines, models
 from tests.conftest import save_tiny_llama
-from tests.runtime.test_quantized import TOLERANCE, reference_model
+from tests.runtime.test_quantized import TOLERANCE, error_of_logits, reference_model
 
 PLANS = tuple(SpecPlan.from_widths(*plan) for plan in (((),), ((1, 1, 1),), ((2, 1),)))
 MAX_SEQ_LEN = 64
@@ -64,24 +64,6 @@ def generate(engine: Engine, plan: str, prompts: Any, count: int = 8) -> Any:
     return [output.outputs[0].token_ids for output in outputs], llm.get_metrics()
 
 
-def logits_error(engine: Engine, model: Any, num_tokens: int) -> float:
-    """Of one pass over a prompt, beside the spread of transformers' logits."""
-    tokens = torch.tensor(models.prompts()[-1][:num_tokens])
-    with torch.inference_mode():
-        want = model(tokens[None]).logits[0]
-        found = engine.target(
-            tokens,
-            torch.arange(num_tokens),
-            torch.tensor([0, num_tokens], dtype=torch.int32),
-            torch.arange(num_tokens, dtype=torch.int32),
-            torch.zeros(1, dtype=torch.int32),
-            None,
-            torch.arange(num_tokens // 16 + 1, dtype=torch.int32)[None],
-            torch.arange(num_tokens),
-        )
-    return float((found - want).abs().max() / want.std())
-
-
 # in float32: the interpreter's bfloat16 is patched for tests of kernels alone
 @pytest.mark.parametrize(
     ("quantize", "group"),
@@ -105,7 +87,7 @@ def test_the_kernels_say_what_transformers_says(
     with watched(quantize) as launches:
         # by the kernel's tile, and by the decoded weight
         for num_tokens in (3, 20):
-            assert logits_error(engine, model, num_tokens) < TOLERANCE
+            assert error_of_logits(engine, model, "float32", num_tokens)[0] < TOLERANCE
         prompts = [prompt[:5] for prompt in models.prompts()[1:3]]
         plain, _ = generate(engine, "off", prompts, 3)
         assert generate(engine, "tree-2-1", prompts, 3)[0] == plain

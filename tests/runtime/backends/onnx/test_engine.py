@@ -164,23 +164,6 @@ def test_the_graphs_of_an_onnx_engine_give_the_same_tokens(zoo: Zoo, name: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS[2:4], ids=PLAN_IDS[2:4])
-def test_coupled_sampling_gives_the_tokens_of_plain_decoding(zoo: Zoo, plan: SpecPlan) -> None:
-    engine = make_engine(zoo, "gemma3")
-    params = [
-        SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=i, temperature=0.9, top_p=0.95)
-        for i in range(5)
-    ]
-    llm = LLM(engine, plan=plan.name)
-    found, plain = (
-        [o.outputs[0].token_ids for o in each.generate(models.prompts(), params)]
-        for each in (llm, LLM(engine, plan=OFF.name))
-    )
-    assert found == plain
-    assert llm.get_metrics().num_accepted_tokens > 0
-
-
-@pytest.mark.slow
 def test_wide_trees_in_tiles(zoo: Zoo, tmp_path: Path) -> None:
     wide = (SpecPlan.from_widths((15, 16)), SpecPlan.from_dynamic(DynamicTree(256, 23, 3)))
     config = CompileConfig(
@@ -250,16 +233,6 @@ def test_trees_and_combinations_of_every_kind(zoo: Zoo, mixed: Engine, plan: str
     prompts = models.prompts()
     for batch in (prompts[:4], prompts[4:]):
         run_case(zoo, "gpt2", mixed, plan, batch, NUM_TOKENS)
-
-
-@pytest.mark.slow
-def test_trees_and_combinations_under_a_window(zoo: Zoo) -> None:
-    """Of a target whose layers have one; the default tier has static trees of such a target."""
-    engine = drafts.engine(zoo, "mistral", "onnx")
-    prompts = models.prompts()
-    for plan in drafts.PLANS:
-        for batch in (prompts[:4], prompts[4:]):
-            run_case(zoo, "mistral", engine, plan.name, batch, NUM_TOKENS)
 
 
 @pytest.mark.slow

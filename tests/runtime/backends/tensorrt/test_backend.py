@@ -195,26 +195,6 @@ def test_the_order_of_a_batch_does_not_matter(
     assert [1, 0] in places
 
 
-# a plan of each combination
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", [plan.name for plan in PLANS[:5:2]])
-def test_coupled_sampling_gives_the_tokens_of_plain_decoding(
-    path: Path, recorder: Recorder, plan: str
-) -> None:
-    engine = load_poisoned(path)
-    params = [
-        SamplingParams(
-            max_tokens=NUM_TOKENS, ignore_eos=True, seed=i, temperature=0.5 + 0.1 * i,
-            top_p=0.95, top_k=(0, 20)[i % 2],
-        )
-        for i in range(5)
-    ]  # fmt: skip
-    llm = LLM(engine, plan=plan)
-    found = generate(llm, params)
-    assert found == generate(LLM(engine, plan=OFF.name), params)
-    assert llm.get_metrics().num_accepted_tokens > 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [OFF.name, TREE.name])
 def test_all_rules_and_logprobs_are_those_of_plain_graphs(

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from specc.artifact.in_memory import BenchPrograms
 from specc.bench import device as bench_device
@@ -18,7 +17,6 @@ from specc.bench.step_bytes import ModelShape, StepBytes, count_step_bytes, mode
 from specc.bench.synthetic.engine import make_engine
 from specc.bench.synthetic.nodes import Launches, step_nodes
 from specc.bench.synthetic.shapes import SHAPES, Shape
-from specc.bench.synthetic.weights import shared_bytes
 from specc.compiler.in_memory import ShapeOptions, compile_shapes
 from specc.cost.graph_costs import ATTEND
 from specc.errors import UnsupportedAttentionError
@@ -29,7 +27,14 @@ from specc.speculation.plans import SpecPlan
 from tests import command_line
 from tests.models import VOCAB
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
-from tests.specc.bench.synthetic.test_shapes import PROMPTS, compile_tiny, draw, generate
+from tests.specc.bench.synthetic.test_shapes import (
+    check_capture,
+    check_tokens,
+    check_weights,
+    compile_tiny,
+    draw,
+    generate,
+)
 from tests.tiers import every, only
 
 invoke = partial(command_line.invoke, "bench")
@@ -129,13 +134,8 @@ def test_rows_of_the_cache_are_read_once(name: str, columns: int) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_weights_are_there_once(name: str) -> None:
     programs = compiled(name)
-    (model,) = programs.models
     weights = draw(programs)["target"]
-    shared, total = shared_bytes(model.module, weights)
-    own = {w.untyped_storage().data_ptr(): w.nbytes for w in weights.values()}
-    assert shared == total == sum(own.values()) - sum(c.nbytes for c in model.constants.values())
-    assert model.memory.weights == sum(own.values())
-    assert not any(p.is_meta for p in [*model.module.parameters(), *model.module.buffers()])
+    assert programs.models[0].memory.weights == check_weights(programs.models[0], weights)
     # drawn, and not what memory happened to hold
     for key, weight in weights.items():
         if weight.dim() > 1 and "constant" not in key:
@@ -144,21 +144,7 @@ def test_weights_are_there_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_module_computes_what_the_programs_do(name: str) -> None:
-    programs = compiled(name)
-    weights = draw(programs)
-    module = programs.models[0].module
-    for tensor in module.parameters():  # else models of this size hardly look at their context
-        if tensor.dim() > 1:
-            tensor.data.mul_(8)
-    engine = make_engine(programs, weights, RepeatingDevice(), "eager")
-    for prompt, output in zip(PROMPTS, generate(engine, "off")[0], strict=True):
-        tokens = torch.tensor([[*prompt, *output]])
-        with torch.inference_mode():
-            logits = module(tokens).logits[0, len(prompt) - 1 : -1]
-        best = logits.topk(2).values
-        is_tie = best[:, 0] - best[:, 1] < 1e-4
-        assert bool(((logits.argmax(-1) == torch.tensor(output)) | is_tie).all())
-    assert len(set(output)) > 3, "an output that says something"
+    check_tokens(compiled(name))
 
 
 @pytest.mark.slow
@@ -237,14 +223,7 @@ def test_nodes_move_the_experts_that_are_chosen() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_device_that_captures_says_the_same(name: str) -> None:
-    found = []
-    for device in (RepeatingDevice(), SimulatedDevice()):
-        programs = compiled(name, plans=(TREE,), acceptance=(0.6, 0.3))
-        engine = make_engine(programs, draw(programs), device, "cuda")
-        outputs, stats = generate(engine, "tree-2-1")
-        found.append((outputs, stats.num_step_passes, stats.accepted_at_depth))
-    assert found[0] == found[1]
-    assert engine.steps["tree-2-1"].is_captured(2)
+    check_capture(compiled(name, plans=(TREE,), acceptance=(0.6, 0.3)), "tree-2-1")
 
 
 @pytest.mark.slow

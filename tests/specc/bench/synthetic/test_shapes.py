@@ -12,12 +12,11 @@ import torch
 from specc.artifact.in_memory import BenchPrograms
 from specc.bench.device import RepeatingDevice
 from specc.bench.step_bytes import ModelShape, count_step_bytes
-from specc.bench.synthetic.engine import check_memory, make_engine
+from specc.bench.synthetic.engine import make_engine
 from specc.bench.synthetic.report import _deviations
-from specc.bench.synthetic.shapes import SHAPES, Shape, check_vocabularies, parse_shapes
+from specc.bench.synthetic.shapes import SHAPES, Shape, parse_shapes
 from specc.bench.synthetic.weights import make_weights, shared_bytes
-from specc.compiler.in_memory import ShapeOptions, check_positions, compile_shapes
-from specc.errors import ConfigError, EngineError, VocabMismatchError
+from specc.compiler.in_memory import ShapeOptions, compile_shapes
 from specc.passes.frontend.hf_model import build_on_meta
 from specc.progress import PhaseTimer
 from specc.runtime.backends.captured.step_scores import UNFILTERED
@@ -74,6 +73,51 @@ def generate(engine: Any, plan: str, tokens: int = 24) -> tuple[list[list[int]],
         PROMPTS, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     )
     return [list(output.outputs[0].token_ids) for output in outputs], llm.get_metrics()
+
+
+def check_weights(model: Any, weights: dict[str, torch.Tensor]) -> int:
+    """The module's parameters are the program's tensors, of so many bytes: none is there twice."""
+    shared, total = shared_bytes(model.module, weights)
+    assert shared == total > 0
+    sizes = [item for item in model.program["inputs"] if item["kind"] == "weight"]
+    assert {item["key"] for item in sizes} <= set(weights)
+    own = {w.untyped_storage().data_ptr(): w.nbytes for w in weights.values()}
+    assert sum(own.values()) == total + sum(c.nbytes for c in model.constants.values())
+    assert not any(t.is_meta for t in [*model.module.parameters(), *model.module.buffers()])
+    return sum(own.values())
+
+
+def check_tokens(programs: BenchPrograms) -> None:
+    """What the engine says is what the target's module computes."""
+    weights, module = draw(programs), programs.models[0].module
+    for tensor in module.parameters():  # else models of this size hardly look at their context
+        if tensor.dim() > 1:
+            tensor.data.mul_(8)
+    engine = make_engine(programs, weights, RepeatingDevice(), "eager")
+    for prompt, output in zip(PROMPTS, generate(engine, "off")[0], strict=True):
+        tokens = torch.tensor([[*prompt, *output]])
+        with torch.inference_mode():
+            logits = module(tokens).logits[0, len(prompt) - 1 : -1]
+        best = logits.topk(2).values
+        is_tie = best[:, 0] - best[:, 1] < 1e-4
+        assert bool(((logits.argmax(-1) == torch.tensor(output)) | is_tie).all())
+    assert len(set(output)) > 3, "an output that says something"
+
+
+def check_capture(programs: BenchPrograms, plan: str) -> None:
+    """Lowered and replayed on the simulated device, and operator by operator."""
+    found = []
+    for device in (RepeatingDevice(), SimulatedDevice()):
+        engine = make_engine(programs, draw(programs), device, "cuda")
+        outputs, stats = generate(engine, plan)
+        found.append((outputs, stats.num_step_passes, stats.accepted_at_depth))
+    assert found[0] == found[1]
+    assert isinstance(device, SimulatedDevice)
+    # one graph a step, dice included, and one without filters; the last token of a request is
+    # decoded plainly
+    steps, kinds = engine.steps.values(), (None, UNFILTERED)
+    assert len(device.tapes) == sum(step.is_captured(2, k) for step in steps for k in kinds)
+    assert engine.steps[plan].is_captured(2)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -140,65 +184,15 @@ def _labels(text: str) -> list[str]:
     return [shape.label for shape in parse_shapes(text) if shape is not None]
 
 
-@pytest.mark.parametrize(
-    "text", ["llama-9", "", "llama-3.1-8b/", "llama-3.1-8b/gpt-5", "/no/such/dir", "a,"]
-)
-def test_unknown_names_list_the_known_ones(text):
-    with pytest.raises(ConfigError) as caught:
-        parse_shapes(text)
-    assert "llama-3.1-8b, llama-3.1-70b" in caught.value.needed
-    assert "--synthetic" in caught.value.do or caught.value.do == "did you mean llama-3.2-3b?"
-
-
-def test_vocabularies_that_differ():
-    shapes = parse_shapes("llama-3.1-8b/qwen3-0.6b")
-    assert shapes[1] is not None
-    with pytest.raises(VocabMismatchError) as caught:
-        check_vocabularies(*(s.make_config() for s in shapes), shapes)
-    assert "128256" in caught.value.found
-    assert "151936" in caught.value.found
-    assert "llama-3.2-1b" in caught.value.do
-
-
-def test_more_positions_than_the_model_has():
-    options = ShapeOptions((), "float32", 1, context=250, tokens=7)
-    config = tiny_config("llama")
-    with pytest.raises(ConfigError) as caught:
-        check_positions(["T"], [config], options)
-    assert "256" in caught.value.found
-    assert "--context 250" in caught.value.found
-    check_positions(["T"], [config], ShapeOptions((), "float32", 1, context=250, tokens=6))
-
-
-def test_memory_is_checked_with_numbers():
-    programs = compile_tiny()
-    needed = programs.memory_bytes + 1000
-    check_memory(programs, 1000, needed)
-    with pytest.raises(EngineError) as caught:
-        check_memory(programs, 1000, needed - 1)
-    assert "KiB" in caught.value.found
-    assert "T " in caught.value.needed
-    assert "--batch-size" in caught.value.do
-
-
 # separate projections, and tied weights
 @pytest.mark.parametrize(
     "name",
     only(("llama", "gpt2"), ["llama", "gemma3-tied", "qwen3_moe", "qwen3", "mistral", "gpt2"]),
 )
 def test_weights_are_there_once(name):
-    """The module's parameters are the program's tensors: nothing is allocated twice."""
     programs = compile_tiny(name, has_draft=False)
     for model, weights in zip(programs.models, draw(programs).values(), strict=True):
-        shared, total = shared_bytes(model.module, weights)
-        assert shared == total > 0
-        sizes = [item for item in model.program["inputs"] if item["kind"] == "weight"]
-        assert {item["key"] for item in sizes} <= set(weights)
-        own = {w.untyped_storage().data_ptr(): w.nbytes for w in weights.values()}
-        constants = sum(c.nbytes for c in model.constants.values())
-        assert sum(own.values()) == total + constants
-        left = [*model.module.parameters(), *model.module.buffers()]
-        assert not any(tensor.is_meta for tensor in left)
+        check_weights(model, weights)
 
 
 @pytest.mark.default("llama-eager")
@@ -217,23 +211,7 @@ def test_weights_are_there_once(name):
 )
 def test_the_module_computes_what_the_programs_do(name, backend):
     """Rotary frequencies, norms, views into concatenated weights: one wrong and tokens differ."""
-    programs = compile_tiny(name, has_draft=False, backend=backend)
-    weights = draw(programs)
-    for model in programs.models:  # as drawn, models of this size hardly look at their context
-        for tensor in model.module.parameters():
-            if tensor.dim() > 1:
-                tensor.data.mul_(8)
-    engine = make_engine(programs, weights, RepeatingDevice(), "eager")
-    module = programs.models[0].module
-    for prompt, output in zip(PROMPTS, generate(engine, "off")[0], strict=True):
-        tokens = torch.tensor([[*prompt, *output]])
-        with torch.inference_mode():
-            logits = module(tokens).logits[0, len(prompt) - 1 : -1]
-        best = logits.topk(2).values
-        agrees = logits.argmax(-1) == torch.tensor(output)
-        is_tie = best[:, 0] - best[:, 1] < 1e-4
-        assert bool((agrees | is_tie).all())
-    assert len(set(output)) > 3, "an output that says something"
+    check_tokens(compile_tiny(name, has_draft=False, backend=backend))
 
 
 @pytest.mark.slow
@@ -269,22 +247,9 @@ def test_drawing_leaves_the_random_state_alone():
     ],
 )
 def test_a_device_that_captures_says_the_same(plan):
-    """Lowered and replayed on the simulated device, with and without dice."""
+    """With and without dice."""
     for acceptance in (None, (0.6, 0.3)):
-        found = []
-        for device in (RepeatingDevice(), SimulatedDevice()):
-            programs = compile_tiny(backend="cuda", acceptance=acceptance)
-            engine = make_engine(programs, draw(programs), device, "cuda")
-            outputs, stats = generate(engine, plan)
-            found.append((outputs, stats.num_step_passes, stats.accepted_at_depth))
-        assert found[0] == found[1]
-        assert isinstance(device, SimulatedDevice)
-        # one graph a step, dice included, and one without filters; the last token of a request is
-        # decoded plainly
-        kinds = (None, UNFILTERED)
-        steps = engine.steps.values()
-        assert len(device.tapes) == sum(step.is_captured(2, k) for step in steps for k in kinds)
-        assert engine.steps[plan].is_captured(2)
+        check_capture(compile_tiny(backend="cuda", acceptance=acceptance), plan)
 
 
 @pytest.mark.slow

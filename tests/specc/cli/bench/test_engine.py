@@ -296,16 +296,6 @@ def test_bad_options(tiny_engine, options, words):
     assert_refused(invoke(tiny_engine, *options), *words)
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [("", "empty"), ('{"text": "a"}\n', "prompt"), ('{"prompt": ""}\n', "empty"), ("a\n", "JSON")],
-)
-def test_bad_prompts(tiny_engine, tmp_path, text, word):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
-    assert_refused(invoke(tiny_engine, "--prompts", path), word)
-
-
 def test_no_engine(tmp_path):
     assert_refused(invoke(tmp_path))
 

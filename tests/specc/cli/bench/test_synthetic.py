@@ -165,26 +165,6 @@ def test_the_whole_report(pair, device, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_graph_a_step(pair, monkeypatch):
-    """With dice: a plan's step is one graph, and one each of its stages for their times."""
-    simulated = SimulatedDevice()
-    monkeypatch.setattr(bench_device, "open_device", lambda: (simulated, "cuda"))
-    report = report_of(
-        "--synthetic", pair, *QUICK, "--num-speculative-tokens", 2, "--rounds", 1,
-        "--synthetic-acceptance", "1",
-    )  # fmt: skip
-    whole = [tape for tape in simulated.tapes if "specc.draft_children.default" in tape.operators]
-    whole = [tape for tape in whole if "specc.accept.default" in tape.operators]
-    # with filters, and without
-    assert len(whole) == 2
-    assert whole[0].operators.count("aten.index_put_.default") == 1
-    # chain and off as one graph, and one without filters; then their stages: 4 and 2
-    assert len(simulated.tapes) == 2 * 2 + 4 + 2
-    assert report["runs"][1]["step"]["acceptance_length"] == 3.0
-    assert report["engine"]["backend"] == "cuda"
-
-
-@pytest.mark.slow
 def test_both_measures_draw_the_even_walk(pair):
     """Queued steps and rounds start where draws do: their lengths are those of its first steps."""
     tokens = 49
@@ -201,15 +181,6 @@ def test_both_measures_draw_the_even_walk(pair):
     # none of them is decoded plainly for lack of positions
     assert run["num_steps"] == steps
     assert run["mean_acceptance_length"] == pytest.approx((tokens - 1) / steps)
-
-
-@pytest.mark.slow
-def test_a_target_alone(pair):
-    report = report_of("--synthetic", "target", *QUICK, "--batch-size", 2)
-    (off,) = report["runs"]
-    assert (off["name"], off["plan"]) == ("off", "off")
-    assert off["num_output_tokens"] == 26
-    assert report["engine"]["plans"] == ["off"]
 
 
 @pytest.mark.slow
@@ -329,19 +300,6 @@ def test_help_has_an_example():
     result = invoke("--help")
     assert result.exit_code == 0
     assert "specc bench --synthetic llama-3.1-8b/llama-3.2-1b" in result.stdout
-
-
-@pytest.mark.slow
-def test_the_published_pair_would_not_fit_here(monkeypatch):
-    """Names of the issue, up to the check of memory: 8B and 1B compile without weights."""
-    monkeypatch.setattr(bench_device.RepeatingDevice, "free_bytes", lambda self: 1 << 30)
-    small = {"llama-3.1-8b": 2, "llama-3.2-1b": 1}
-    from specc.bench.synthetic import shapes as bench_shapes
-
-    for name, layers in small.items():
-        monkeypatch.setitem(bench_shapes.SHAPES[name], "num_hidden_layers", layers)
-    result = invoke("--synthetic", "llama-3.1-8b/llama-3.2-1b", "--synthetic-acceptance", ".8")
-    assert_refused(result, "1.0 GiB of memory free", "llama-3.1-8b", "llama-3.2-1b")
 
 
 def test_a_self_draft_in_place_of_a_draft(pair, device):
