@@ -7,6 +7,7 @@ import random
 import torch
 from torch import Tensor
 
+from specc.kernels.reference.routing import SCORES
 from tests.kernels.cpu.call_parts import Arguments, Builder, i32, random_tokens
 from tests.kernels.cpu.engine_calls import BUILDERS
 
@@ -118,6 +119,25 @@ def _skinny_linear(rng: random.Random) -> Arguments:
     made = _rms_norm(rng)
     weight = _floats(made["x"].dtype, rng.choice((1, 9)), made["x"].shape[-1])
     return {"input": made["x"], "weight": weight, "bias": _bias(rng, weight)}
+
+
+def _route(rng: random.Random) -> Arguments:
+    dtype, tokens, num, width = rng.choice(DTYPES), rng.choice((0, 1, 5)), 8, 6
+    groups = rng.choice((1, 2, 4))
+    return {
+        "x": _floats(dtype, tokens, width),
+        "weight": _floats(dtype, num, width),
+        "bias": rng.choice((None, _floats(dtype, num))),
+        "correction": rng.choice((None, torch.rand(num))),
+        "scores": rng.choice(SCORES),
+        "top_k": rng.choice((1, 3)),
+        "normalize": rng.choice((False, True)),
+        "eps": 1e-20,
+        "scale": rng.choice((1.0, 2.5)),
+        "groups": groups,
+        "top_groups": rng.choice((groups, max(1, groups - 1))),
+        "group_best": rng.choice((1, 2)),
+    }
 
 
 def _experts(rng: random.Random) -> Arguments:
@@ -285,6 +305,7 @@ CALLS: dict[str, Builder] = {
     "embed_norm_rope_write": _embed_norm_rope_write,
     "add_norm_head": _add_norm_head,
     "skinny_linear": _skinny_linear,
+    "route": _route,
     "experts": _experts,
     "grouped_mm": _grouped_mm,
     "dense_attention": _dense_attention,

@@ -20,6 +20,7 @@ from specc.passes.rewrite.fuse_experts import FuseExperts
 from specc.passes.rewrite.fuse_norm_head import FuseNormHead
 from specc.passes.rewrite.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.rewrite.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
+from specc.passes.rewrite.fuse_router import FuseRouter
 from specc.passes.rewrite.fuse_swiglu import FuseSwiGLU
 from specc.passes.rewrite.tabulate_rotary import TabulateRotary
 from specc.passes.rewrite.use_skinny_linear import UseSkinnyLinear
@@ -41,7 +42,7 @@ def cuda_phases(num_positions: int, pass_tokens: int | None = None) -> Phases:
     return (
         ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
         ("gates", (FuseSwiGLU,)),
-        ("mixtures", (FuseExperts,)),
+        ("mixtures", (FuseExperts, FuseRouter)),
         # from here on operators communicate through the caches, in the order of the graph
         (
             "caches",

@@ -20,6 +20,7 @@ from specc.kernels.cuda import (
     few_rows,
     few_rows_tiles,
     linear_q,
+    route,
     skinny_linear,
 )
 from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
@@ -114,6 +115,20 @@ def _experts_calls() -> Iterator[Any]:
             yield experts.experts(x, ids, weights, *stacks, CLAMPED, *biases)
 
 
+def _route_calls() -> Iterator[Any]:
+    # one token, a tree, a prompt; experts of V2 Lite, of V3
+    for dtype in FLOATS:
+        for num_tokens, num_experts in ((1, 64), (_TOKENS, 256), (512, 64)):
+            x, weight = (_meta(n, 2048, dtype=dtype) for n in (num_tokens, num_experts))
+            bias = _meta(num_experts, dtype=dtype)
+            correction = _meta(num_experts, dtype=torch.float32)
+            yield route.route(x, weight, None, None, "softmax", 6, False, 0.0, 1.0, 1, 1, 1)
+            for item in (None, bias):
+                yield route.route(x, weight, item, None, "chosen", 4, False, 0.0, 1.0, 1, 1, 1)
+            more = ("sigmoid", 8, True, 1e-20, 2.5, 8, 4, 2)
+            yield route.route(x, weight, None, correction, *more)
+
+
 def _linear_q_calls() -> Iterator[Any]:
     # outputs that align nothing, one row, some of each kernel, and those of a prompt
     for dtype in FLOATS:
@@ -162,5 +177,6 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "experts": _experts_calls,
     "linear_q": _linear_q_calls,
     "linear_q_fragments": _linear_q_fragments_calls,
+    "route": _route_calls,
     "skinny_linear": _skinny_linear_calls,
 }
