@@ -24,7 +24,10 @@ from specc.passes.rewrite.rotated import Rotated, rotated
 aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # operators that write keys and values to a layer's caches
-_WRITERS = (ops.write_kv, ops.rope_write, ops.add_norm_rope_write, ops.embed_norm_rope_write)
+_WRITERS = (
+    ops.write_kv, ops.rope_write, ops.rope_write_latent, ops.add_norm_rope_write,
+    ops.embed_norm_rope_write,
+)  # fmt: skip
 # between rotary embedding and attention, and between the tables and their use
 _MOVES = (
     aten.squeeze.dim,
@@ -90,18 +93,18 @@ class FuseRopeWrite(Pass):
                 q, k = (_match(bound[name], name) for name in ("q", "k"))
                 if (q.cos, q.sin, q.is_shared) != (k.cos, k.sin, k.is_shared):
                     raise NoMatch("q and k are rotated by different tables")
-                cos, sin = (_flat_table(table, q.is_shared, tables) for table in (q.cos, q.sin))
+                cos, sin = (flat_table(table, q.is_shared, tables) for table in (q.cos, q.sin))
                 with program.graph.inserting_before(node):
                     turned = emit_call(
                         program.graph,
                         ops.rope_write,
-                        *(_side_by_side(_rebuild(item)) for item in (q, k)),
-                        _side_by_side(bound["v"]),
+                        *(side_by_side(_rebuild(item)) for item in (q, k)),
+                        side_by_side(bound["v"]),
                         cos,
                         sin,
-                        *(bound[name] for name in _WRITE_INPUTS),
+                        *(bound[name] for name in WRITE_INPUTS),
                     )
-                _attend(node, turned, bound)
+                attend_to_caches(node, turned, bound)
         program.graph.eliminate_dead_code()
         return result
 
@@ -116,16 +119,16 @@ class SplitTreeAttention(Pass):
         for node in program.calls(ops.tree_attention):
             bound = bind_args(node)
             with program.graph.inserting_before(node):
-                q, k, v = (_side_by_side(bound[name]) for name in ("q", "k", "v"))
-                inputs = [bound[name] for name in _WRITE_INPUTS]
+                q, k, v = (side_by_side(bound[name]) for name in ("q", "k", "v"))
+                inputs = [bound[name] for name in WRITE_INPUTS]
                 options = {"values_in_keys": True} if values_in_keys(node) else {}
                 emit_call(program.graph, ops.write_kv, k, v, *inputs, **options)
-            _attend(node, q, bound)
+            attend_to_caches(node, q, bound)
             result.rewrites += 1
         return result
 
 
-_WRITE_INPUTS = ("k_cache", "v_cache", "q_start", "slot", "block_table")
+WRITE_INPUTS = ("k_cache", "v_cache", "q_start", "slot", "block_table")
 _ATTEND_INPUTS = (
     "k_cache", "v_cache", "q_start", "position", "slot", "cache_len",
     "ancestors", "block_table",
@@ -146,7 +149,7 @@ class _Rotation:
     moves: tuple[fx.Node, ...]
 
 
-def _attend(node: fx.Node, q: fx.Node, bound: dict) -> None:
+def attend_to_caches(node: fx.Node, q: fx.Node, bound: dict) -> None:
     options = {name: bound[name] for name in ("scale", "window", "sink")}
     if values_in_keys(node):
         options["values_in_keys"] = True
@@ -265,7 +268,7 @@ def _table(node: fx.Node, found: Rotated, name: str) -> fx.Node:
     return node
 
 
-def _flat_table(
+def flat_table(
     table: fx.Node, is_shared: bool, known: dict[tuple[fx.Node, bool], fx.Node]
 ) -> fx.Node:
     """A table as [Nt, R]; the same node for all layers."""
@@ -293,7 +296,7 @@ def _rebuild(rotation: _Rotation) -> fx.Node:
     return node
 
 
-def _side_by_side(node: fx.Node) -> fx.Node:
+def side_by_side(node: fx.Node) -> fx.Node:
     """An operand whose columns are contiguous, as kernels read them; copied where they are not."""
     if node.meta["val"].stride(-1) == 1:
         return node

@@ -51,6 +51,21 @@ def rotated(node: fx.Node) -> Rotated | None:
 
 def _of_halves(node: fx.Node) -> Rotated | None:
     """`cat([a · cos - b · sin, b · cos + a · sin])` of the halves a, b of one node, as gpt-oss."""
+    factors = difference_and_sum(node)
+    if factors is None:
+        return None
+    a, b, cos, sin = factors
+    x = _whole(a, b)
+    return None if x is None else Rotated(x, cos, sin)
+
+
+def difference_and_sum(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node] | None:
+    """(a, b, cos, sin) of `cat([a · cos - b · sin, b · cos + a · sin])` of the last dimension.
+
+    Factors are told apart by what they are cut from: a and b have one source.
+    """
+    if node.target is not aten.cat.default:
+        return None
     parts, dim = bind_args(node)["tensors"], bind_args(node)["dim"]
     if len(parts) != 2 or dim % node.meta["val"].dim() != node.meta["val"].dim() - 1:
         return None
@@ -60,12 +75,12 @@ def _of_halves(node: fx.Node) -> Rotated | None:
     if any(len(part.args) != 2 or part.kwargs for part in parts):
         return None
     minuend, subtrahend = difference.args
+    terms = {frozenset(pair) for term in total.args for pair in _orders(term)[:1]}
     for a, cos in _orders(minuend):  # type: ignore[arg-type]
         for b, sin in _orders(subtrahend):  # type: ignore[arg-type]
-            x = _whole(a, b)
-            factors = {frozenset(pair) for term in total.args for pair in _orders(term)[:1]}
-            if x is not None and factors == {frozenset((b, cos)), frozenset((a, sin))}:
-                return Rotated(x, cos, sin)
+            is_sum = terms == {frozenset((b, cos)), frozenset((a, sin))}
+            if is_sum and a.all_input_nodes == b.all_input_nodes:
+                return a, b, cos, sin
     return None
 
 

@@ -45,7 +45,7 @@ _DEVICES = ("cpu", "meta", "cuda")
 # `trunc` of the least integer by -1 ends the process
 _WORDS = (
     "none", "tanh", "floor", "constant", "silu", "gelu", "gelu_tanh", "relu", "clamped", "softmax",
-    "sigmoid", "chosen", "",
+    "sigmoid", "chosen", "halves", "neighbors", "apart", "",
 )  # fmt: skip
 
 # operator → arguments that say how much it makes

@@ -32,6 +32,7 @@ from typing import Any
 MODULES = (
     "rows", "leave_step", "commit_kv", "write_kv", "slab_rows", "block_mass",
     "tree_conv", "tree_recurrence", "act_and_mul", "rms_norm", "rope_write",
+    "rope_write_latent",
     "accept_winners", "tree_expand", "merge", "trees", "lookup",
     "attend_few", "attend_wide", "attend", "attend_latent",
     "add_norm_linear", "add_norm_gate_up", "add_norm_rope_write",

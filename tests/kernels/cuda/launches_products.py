@@ -20,10 +20,12 @@ from specc.kernels.cuda import (
     few_rows,
     few_rows_tiles,
     linear_q,
+    rope_write_latent,
     route,
     skinny_linear,
 )
 from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
+from specc.kernels.reference.latent import PAIRS
 from tests.kernels.cuda.cases_linear_q import ALL
 
 I32, I64 = torch.int32, torch.int64
@@ -87,6 +89,19 @@ def _rope_write_calls() -> Iterator[Any]:
         for places in _places(num_rows, dtype):
             operands = _operands(6144, num_rows, dtype)
             yield add_norm_rope_write.add_norm_rope_write(*operands, *places)
+
+
+def _rope_write_latent_calls() -> Iterator[Any]:
+    for dtype in FLOATS:
+        for (size, width), pairs in itertools.product(((512, 64), (256, 32)), PAIRS):
+            for num_rows in (1, 512):
+                rows = [_meta(n, num_rows, d, dtype=dtype) for n in (16, 1) for d in (size, width)]
+                table = _meta(num_rows, width, dtype=dtype)
+                cache = _meta(300, 16, 1, size + width, dtype=dtype)
+                places = (_meta(2, dtype=I32), _meta(num_rows, dtype=I32), _meta(1, 256, dtype=I32))
+                yield rope_write_latent.rope_write_latent(
+                    *rows, table, table, cache, cache[..., :size], *places, pairs
+                )
 
 
 def _embed_calls() -> Iterator[Any]:
@@ -177,6 +192,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "experts": _experts_calls,
     "linear_q": _linear_q_calls,
     "linear_q_fragments": _linear_q_fragments_calls,
+    "rope_write_latent": _rope_write_latent_calls,
     "route": _route_calls,
     "skinny_linear": _skinny_linear_calls,
 }

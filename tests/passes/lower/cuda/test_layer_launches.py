@@ -12,7 +12,9 @@ from specc.passes.lower.cuda.phases import launches
 from specc.passes.program import Program
 from tests.kernels.cuda.launches import record
 from tests.models import build_model
+from tests.passes.lower.cuda.test_phases import in_bfloat16
 from tests.passes.modules import lower_for_cuda
+from tests.passes.rewrite.test_fuse_latent_write import lower as lower_latents
 
 # what stands after the attention of one layer, up to that of the next
 _OUT, _ROUTED = ("skinny_linear", "add_rms_norm"), ("route", "experts")
@@ -24,10 +26,36 @@ LAYERS = {
 }
 
 
+# with queries of one weight, as of V2 Lite, and of two; MiniCPM3 has no mixture
+_LATENT = ("skinny_linear", "rms_norm", "bmm", "rope_write_latent", "attend")
+_UP = ("bmm", "contiguous", *_OUT)
+_SHARED = ("skinny_linear", "act_and_mul", "skinny_linear", "add")
+LATENT_LAYERS = {
+    "deepseek_v2": (
+        {"q_lora_rank": None},
+        (*_UP, *_ROUTED, *_SHARED, "add_norm_linear", *_LATENT[1:]),
+    ),
+    "deepseek_v3": (
+        {},
+        (*_UP, *_ROUTED, *_SHARED, "add_rms_norm", "skinny_linear", "rms_norm", "skinny_linear",
+         *_LATENT),
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_launches_of_a_layer(name: str) -> None:
     changes, wanted = LAYERS[name]
     _, _, program, _ = lower_for_cuda(build_model(name, **changes))
+    assert of_layer(program) == wanted
+
+
+@pytest.mark.parametrize("name", LATENT_LAYERS)
+def test_launches_of_a_layer_over_latents(name: str) -> None:
+    """In bfloat16, where conversions count."""
+    changes, wanted = LATENT_LAYERS[name]
+    model = in_bfloat16(build_model(name, first_k_dense_replace=0, **changes))
+    _, _, program, _ = lower_latents(model)
     assert of_layer(program) == wanted
 
 
