@@ -13,6 +13,7 @@ from specc.artifact.mla_cache import LATENT
 from specc.kernels import ops
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import FUSE_PHASES, TRACED_PHASES, Pipeline
+from specc.passes.program import emit_call
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
 from specc.passes.rewrite.expand_prompts import ExpandPrompts
 from specc.passes.rewrite.fuse_latent_write import FuseLatentWrite
@@ -185,3 +186,18 @@ def test_weights_are_multiplied_where_they_are() -> None:
     pipeline.run(program)
     assert rewrites(pipeline, "ReadWeightViews") == len(program.layers)
     assert len(copies) - len(program.calls(aten.contiguous.default)) == len(program.layers)
+
+
+def test_a_copy_that_others_read_stays() -> None:
+    program, _ = compiled(build_model("minicpm3").to(torch.bfloat16), LATENTS)
+    copy = next(
+        node for node in program.calls(aten.contiguous.default) if "slice" in str(node.args[0])
+    )
+    with program.graph.inserting_after(copy):
+        emit_call(program.graph, aten.neg.default, copy)
+    pipeline = Pipeline((("products", (ReadWeightViews,)),))
+    pipeline.run(program)
+    assert rewrites(pipeline, "ReadWeightViews") == len(program.layers) - 1
+    assert reasons(pipeline, "ReadWeightViews") == [
+        "another than a batch of products reads the copy"
+    ]
