@@ -100,7 +100,7 @@ def test_mixtures_say_the_same(
 ) -> None:
     """DeepSeek V3, whose layers have experts."""
     path = compiled(tmp_path, "deepseek_v3", plans=PLANS[:1])
-    wanted = greedy_tokens(tmp_path / "target")
+    wanted = greedy_tokens(tmp_path / "target", PROMPTS, NUM_TOKENS)
     assert generate(LLM(path, backend="eager", plan=PLANS[0].name)) == wanted
     check_captured(path, PLANS[0].name, wanted, device)
 
