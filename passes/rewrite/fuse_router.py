@@ -72,7 +72,7 @@ def _fuse(program: Program, experts: fx.Node) -> None:
     value, how = _scaled(bound["weights"])
     choice = _choice(program, value, topk)
     x, weight, bias = _product(program, choice.logits)
-    if choice.groups.top_groups * _size(program, weight, choice.groups) < taken["k"]:
+    if choice.groups.top_groups * _size(weight, choice.groups) < taken["k"]:
         raise NoMatch("the best groups have fewer experts than a token takes")
     with program.graph.inserting_before(experts):
         found = emit_call(
@@ -85,7 +85,7 @@ def _fuse(program: Program, experts: fx.Node) -> None:
         experts.replace_input_with(bound[name], new)
 
 
-def _size(program: Program, weight: fx.Node, groups: Groups) -> int:
+def _size(weight: fx.Node, groups: Groups) -> int:
     return int(weight.meta["val"].shape[0]) // groups.groups
 
 
@@ -175,17 +175,15 @@ def _product(program: Program, logits: Any) -> tuple[fx.Node, fx.Node, fx.Node |
     linear = node_of(
         _through_conversions(logits), aten.linear.default, "logits are not those of a linear layer"
     )
-    x, weight, bias = (
-        None if item is None else through_widening(item) for item in (*linear.args, None, None)[:3]
-    )
+    x, weight, *more = (through_widening(item) for item in linear.args if item is not None)  # type: ignore[arg-type]
     if x.meta["val"].dim() != 2:
         raise NoMatch("rows of the router are not [tokens, columns]")
-    for item in filter(None, (weight, bias)):
+    for item in (weight, *more):
         if item.target not in program.weights:
             raise NoMatch(f"{item.name} is computed, not a parameter")
         if item.meta["val"].dtype != x.meta["val"].dtype:
             raise NoMatch(f"{item.name} is {item.meta['val'].dtype}, rows {x.meta['val'].dtype}")
-    return x, weight, bias
+    return x, weight, more[0] if more else None
 
 
 def _through_conversions(node: Any) -> Any:

@@ -38,8 +38,8 @@ def rotated_pairs(node: fx.Node) -> RotatedPairs:
     Raises:
         NoMatch: it is none, or one of another form.
     """
-    if (found := rotated(node)) is not None:
-        return RotatedPairs(found.x, (found.cos, found.sin), "halves")
+    if (halves := rotated(node)) is not None:
+        return RotatedPairs(halves.x, (halves.cos, halves.sin), "halves")
     found = _apart(node) or _complex(node)
     if found is None:
         raise NoMatch("what heads share is rotated in another form, or not at all")
