@@ -129,6 +129,11 @@ consteval bool fits_schema(std::string_view name) {
     return std::is_same_v<Function, One(T, T, double, bool)>;
   if (name == "specc::rope_write")
     return std::is_same_v<Function, One(T, T, T, T, T, T, T, T, T, T)>;
+  if (name == "specc::rope_write_latent")
+    return std::is_same_v<Function, One(T, T, T, T, T, T, T, T, T, T, T, Text)>;
+  if (name == "specc::route")
+    return std::is_same_v<Function, Two(T, T, O, O, Text, int64_t, bool, double, double, int64_t,
+        int64_t, int64_t)>;
   if (name == "specc::skinny_linear")
     return std::is_same_v<Function, One(T, T, O)>;
   if (name == "specc::take_rows")
@@ -421,6 +426,12 @@ constexpr const char* kSchemas[] = {
     "specc::rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> Tensor",
     "specc::rope_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) "
         "k_cache, Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table) -> Tensor",
+    "specc::rope_write_latent(Tensor q, Tensor q_rest, Tensor latent, Tensor shared, Tensor "
+        "cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q_start, Tensor slot, "
+        "Tensor block_table, str pairs) -> Tensor",
+    "specc::route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, str scores, int "
+        "top_k, bool normalize, float eps, float scale, int groups, int top_groups, int "
+        "group_best) -> (Tensor ids, Tensor weights)",
     "specc::skinny_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     "specc::take_rows(Tensor slab, Tensor slots, Tensor q_start, Tensor block_table) -> "
         "Tensor",

@@ -166,6 +166,23 @@ WRITE_KV = Operator(
 )
 
 
+def _rope_write_latent_fake(q: Tensor, q_rest: Tensor, *args: object) -> Tensor:
+    heads, tokens, size = q.shape
+    return q.new_empty(tokens, heads, size + q_rest.shape[2]).transpose(0, 1)
+
+
+ROPE_WRITE_LATENT = Operator(
+    "rope_write_latent(Tensor q, Tensor q_rest, Tensor latent, Tensor shared, Tensor cos,"
+    " Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q_start, Tensor slot,"
+    " Tensor block_table, str pairs) -> Tensor",
+    reference=latent.rope_write_latent_reference,
+    fake=_rope_write_latent_fake,
+    tokens=OfHeads(("q", "q_rest", "latent", "shared"), ("cos", "sin")),
+    cut=NoRule("made of tree_attention after the cut"),
+    cuda="rope_write_latent:rope_write_latent",
+)
+
+
 def _attend_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: object, **_: object) -> Tensor:
     return q.new_empty(q.shape[1], q.shape[0], columns_of(v_cache)).transpose(0, 1)
 

@@ -1,4 +1,4 @@
-"""Products with what stands before and after them, and the experts of a mixture: one call each.
+"""Products with what stands before and after them: one call each.
 
 With many rows they run the operators that they were made of.
 """
@@ -13,14 +13,12 @@ from specc.kernels.operator import (
     OfRows,
     Operand,
     Operator,
-    PassLimits,
     Reads,
     count,
 )
 from specc.kernels.reference import fused, products
 
 _FUSED = NoRule("fused after the cut")
-_INT_BYTES = _FLOAT_BYTES = 4
 
 
 def _inside(rows: int, weight: Operand, is_last: bool) -> int:
@@ -196,35 +194,4 @@ ADD_NORM_HEAD = Operator(
     ),
     scratch=lambda limits, rows, weight, **_: _inside(count(rows.shape), weight, True),
     cuda="add_norm_head:add_norm_head",
-)
-
-
-def _experts_fake(x: Tensor, *args: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _experts_flops(ids: Operand, gate_up: Operand, down: Operand, **_: object) -> int:
-    return 2 * count(ids.shape) * (count(gate_up.shape[1:]) + count(down.shape[1:]))
-
-
-def _experts_scratch(
-    limits: PassLimits, x: Operand, ids: Operand, gate_up: Operand, down: Operand, **_: object
-) -> int:
-    """A row of each product for every pair of a token and one of its experts, and their order."""
-    num_pairs = ids.shape[0] * int(ids.shape[1])
-    inner, outer = int(down.shape[2]) * x.itemsize, int(down.shape[1]) * _FLOAT_BYTES
-    return num_pairs * (inner + outer + _INT_BYTES) + int(gate_up.shape[0]) * _INT_BYTES
-
-
-EXPERTS = Operator(
-    "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str activation,"
-    " Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
-    reference=products.experts_reference,
-    fake=_experts_fake,
-    tokens=OfRows(("x",), ("ids", "weights"), ("gate_up", "down", "gate_up_bias", "down_bias")),
-    cut=_FUSED,
-    flops=_experts_flops,
-    scratch=_experts_scratch,
-    reads=Reads(experts="ids"),
-    cuda="experts:experts",
 )

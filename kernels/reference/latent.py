@@ -1,4 +1,4 @@
-"""Oracle of attention over keys and values that a pass expands from cached latents."""
+"""Oracles of what is beside cached latents: keys and values expanded from them, and rotations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import itertools
 import torch
 from torch import Tensor
 
-from specc.kernels.reference.core import attend_reference, rows_of_slots
+from specc.kernels.reference.core import attend_reference, rows_of_slots, write_kv_reference
+
+# which columns a rotation turns together: one of each half; neighbors, which stay neighbors; and
+# neighbors of which the first ones come before the second ones then
+PAIRS = ("halves", "neighbors", "apart")
 
 
 def attend_expanded_reference(
@@ -91,3 +95,53 @@ def attend_expanded_reference(
             softcap=softcap,
         )
     return out
+
+
+def rope_write_latent_reference(
+    q: Tensor,
+    q_rest: Tensor,
+    latent: Tensor,
+    shared: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+    pairs: str,
+) -> Tensor:
+    """Rotate what queries and keys have beside latents, and write the keys to the cache.
+
+    Args:
+        q: [H, Nt, R] queries against latents, any strides with a contiguous last dimension; so are
+            the next three.
+        q_rest: [H, Nt, P], P even.
+        latent: [1, Nt, R].
+        shared: [1, Nt, P], the part of keys that all heads share.
+        cos: [Nt, P]; each half of it is of one column of each pair.
+        sin: [Nt, P].
+        k_cache: [blocks, block_size, 1, R + P], mutated.
+        v_cache: its first R columns, which are written along.
+        q_start: [B + 1] int32, as of `tree_attention_reference`; so are the last two.
+        slot: [Nt] int32; dead tokens are rotated and not written.
+        block_table: [B, n] int32.
+        pairs: one of `PAIRS`.
+    Returns:
+        [H, Nt, R + P], queries and what is rotated of them, laid out as [Nt, H, R + P].
+    Source: DeepSeek-V2, arXiv:2405.04434 §2.1.3.
+    """
+    keys = torch.cat([latent, _rotated_pairs(shared, cos, sin, pairs)], dim=-1)
+    places = (k_cache, v_cache, q_start, slot, block_table)
+    write_kv_reference(keys, latent, *places, values_in_keys=True)
+    queries = torch.cat([q, _rotated_pairs(q_rest, cos, sin, pairs)], dim=-1)
+    return queries.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
+    wide = x.float()
+    first, second = wide.chunk(2, -1) if pairs == "halves" else (wide[..., ::2], wide[..., 1::2])
+    (cos, cos2), (sin, sin2) = cos.float().chunk(2, -1), sin.float().chunk(2, -1)
+    turned = first * cos - second * sin, second * cos2 + first * sin2
+    both = torch.stack(turned, -1).flatten(-2) if pairs == "neighbors" else torch.cat(turned, -1)
+    return both.to(x.dtype)

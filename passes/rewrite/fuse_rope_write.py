@@ -19,11 +19,15 @@ from specc.passes.rewrite.columns import (
     only_user,
     through_widening,
 )
+from specc.passes.rewrite.rotated import Rotated, rotated
 
 aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # operators that write keys and values to a layer's caches
-_WRITERS = (ops.write_kv, ops.rope_write, ops.add_norm_rope_write, ops.embed_norm_rope_write)
+_WRITERS = (
+    ops.write_kv, ops.rope_write, ops.rope_write_latent, ops.add_norm_rope_write,
+    ops.embed_norm_rope_write,
+)  # fmt: skip
 # between rotary embedding and attention, and between the tables and their use
 _MOVES = (
     aten.squeeze.dim,
@@ -71,35 +75,36 @@ def attention_reads_caches(program: Program) -> bool:
 class FuseRopeWrite(Pass):
     """Rotary embedding, then `specc.tree_attention` → `specc.rope_write`, `specc.attend`.
 
-    The embedding is that of rotate_half, on all or on the first columns of a head. Tables of cos
-    and sin stay where they are: they are computed once for all layers.
+    The embedding is that of rotate_half, in one sum or with its halves apart, on all or on the
+    first columns of a head. Tables of cos and sin stay where they are: they are computed once for
+    all layers.
     """
 
     requires = (attention_is_a_tree,)
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
-        tables: dict[fx.Node, fx.Node] = {}
+        tables: dict[tuple[fx.Node, bool], fx.Node] = {}
         for node in program.calls(ops.tree_attention):
             bound = bind_args(node)
             with result.attempt(node.name):
                 if values_in_keys(node):
                     raise NoMatch("its cache holds latents")
                 q, k = (_match(bound[name], name) for name in ("q", "k"))
-                if (q.cos, q.sin) != (k.cos, k.sin):
+                if (q.cos, q.sin, q.is_shared) != (k.cos, k.sin, k.is_shared):
                     raise NoMatch("q and k are rotated by different tables")
-                cos, sin = (_flat_table(table, tables) for table in (q.cos, q.sin))
+                cos, sin = (flat_table(table, q.is_shared, tables) for table in (q.cos, q.sin))
                 with program.graph.inserting_before(node):
-                    rotated = emit_call(
+                    turned = emit_call(
                         program.graph,
                         ops.rope_write,
-                        *(_side_by_side(_rebuild(item)) for item in (q, k)),
-                        _side_by_side(bound["v"]),
+                        *(side_by_side(_rebuild(item)) for item in (q, k)),
+                        side_by_side(bound["v"]),
                         cos,
                         sin,
-                        *(bound[name] for name in _WRITE_INPUTS),
+                        *(bound[name] for name in WRITE_INPUTS),
                     )
-                _attend(node, rotated, bound)
+                attend_to_caches(node, turned, bound)
         program.graph.eliminate_dead_code()
         return result
 
@@ -114,16 +119,16 @@ class SplitTreeAttention(Pass):
         for node in program.calls(ops.tree_attention):
             bound = bind_args(node)
             with program.graph.inserting_before(node):
-                q, k, v = (_side_by_side(bound[name]) for name in ("q", "k", "v"))
-                inputs = [bound[name] for name in _WRITE_INPUTS]
+                q, k, v = (side_by_side(bound[name]) for name in ("q", "k", "v"))
+                inputs = [bound[name] for name in WRITE_INPUTS]
                 options = {"values_in_keys": True} if values_in_keys(node) else {}
                 emit_call(program.graph, ops.write_kv, k, v, *inputs, **options)
-            _attend(node, q, bound)
+            attend_to_caches(node, q, bound)
             result.rewrites += 1
         return result
 
 
-_WRITE_INPUTS = ("k_cache", "v_cache", "q_start", "slot", "block_table")
+WRITE_INPUTS = ("k_cache", "v_cache", "q_start", "slot", "block_table")
 _ATTEND_INPUTS = (
     "k_cache", "v_cache", "q_start", "position", "slot", "cache_len",
     "ancestors", "block_table",
@@ -132,15 +137,19 @@ _ATTEND_INPUTS = (
 
 @dataclass(frozen=True)
 class _Rotation:
-    """An operand of attention: rows of `source`, rotated by two tables, then moved by `moves`."""
+    """An operand of attention: rows of `source`, rotated by two tables, then moved by `moves`.
+
+    Tables that `is_shared` have half of the columns, for both halves of a head.
+    """
 
     source: fx.Node
     cos: fx.Node
     sin: fx.Node
+    is_shared: bool
     moves: tuple[fx.Node, ...]
 
 
-def _attend(node: fx.Node, q: fx.Node, bound: dict) -> None:
+def attend_to_caches(node: fx.Node, q: fx.Node, bound: dict) -> None:
     options = {name: bound[name] for name in ("scale", "window", "sink")}
     if values_in_keys(node):
         options["values_in_keys"] = True
@@ -167,14 +176,16 @@ def _match(operand: fx.Node, name: str) -> _Rotation:
     narrow = node
     node = _through_conversions(node)
     passed = None
-    if node.target is aten.cat.default and len(node.args[0]) == 2:
+    found = rotated(node)
+    if found is None and node.target is aten.cat.default and len(node.args[0]) == 2:
         node, passed = node.args[0]
         node = _through_conversions(node)
-    if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
+        found = rotated(node)
+    if found is None:
+        if node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) != 1:
+            raise NoMatch(f"{name} is rotated by a scaled sum")
         raise NoMatch(_why_not_rotary(operand))
-    if node.kwargs.get("alpha", 1) != 1:
-        raise NoMatch(f"{name} is rotated by a scaled sum")
-    x, cos, sin = _rotated(node, operand)
+    x = found.x
     source = through_widening(x) if passed is None else _common_source(x, passed)
     _require_columns(source, x, passed, name)
     if narrow.meta["val"].dtype != source.meta["val"].dtype:
@@ -188,45 +199,14 @@ def _match(operand: fx.Node, name: str) -> _Rotation:
         if item.meta["val"].dtype not in _DTYPES:
             raise NoMatch(f"{item.name} is {item.meta['val'].dtype}")
     _require_heads_in_rows(moves, name)
-    cos, sin = (_table(table, x, name) for table in (cos, sin))
-    return _Rotation(source, cos, sin, tuple(reversed(moves)))
+    cos, sin = (_table(table, found, name) for table in (found.cos, found.sin))
+    return _Rotation(source, cos, sin, found.is_shared, tuple(reversed(moves)))
 
 
 def _through_conversions(node: fx.Node) -> fx.Node:
     while is_conversion(node) and only_user(node) is not None:
         node = node.args[0]
     return node
-
-
-def _rotated(total: fx.Node, operand: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """(x, cos, sin) of `x · cos + rotate_half(x) · sin`."""
-    terms = total.all_input_nodes
-    for direct, turned in (terms, terms[::-1]):
-        if direct.target is not aten.mul.Tensor or turned.target is not aten.mul.Tensor:
-            continue
-        for half, sin in _orders(turned):
-            for x, cos in _orders(direct):
-                if _is_rotate_half(half, x):
-                    return x, cos, sin
-    raise NoMatch(_why_not_rotary(operand))
-
-
-def _orders(product: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    factors = [arg for arg in product.args if isinstance(arg, fx.Node)]
-    return [(factors[0], factors[1]), (factors[1], factors[0])] if len(factors) == 2 else []
-
-
-def _is_rotate_half(node: fx.Node, x: fx.Node) -> bool:
-    """Whether a node is (-b, a) of x = (a, b)."""
-    if node.target is not aten.cat.default or len(node.args[0]) != 2:
-        return False
-    dim = bind_args(node)["dim"] % node.meta["val"].dim()
-    negated, first = node.args[0]
-    if negated.target is not aten.neg.default or dim != node.meta["val"].dim() - 1:
-        return False
-    size = int(x.meta["val"].shape[-1])
-    halves = columns_of(first, x), columns_of(negated.args[0], x)
-    return size % 2 == 0 and halves == ((0, size // 2), (size // 2, size))
 
 
 def _common_source(x: fx.Node, passed: fx.Node) -> fx.Node:
@@ -269,14 +249,15 @@ def _require_heads_in_rows(moves: list[fx.Node], name: str) -> None:
             raise NoMatch(f"{node.name} moves the columns of {name}")
 
 
-def _table(node: fx.Node, x: fx.Node, name: str) -> fx.Node:
+def _table(node: fx.Node, found: Rotated, name: str) -> fx.Node:
     """The node that holds [Nt, R] numbers of a table, besides dimensions of one entry."""
-    shape, value = [str(size) for size in node.meta["val"].shape], x.meta["val"]
+    shape, value = [str(size) for size in node.meta["val"].shape], found.x.meta["val"]
     dynamic = [dim for dim, size in enumerate(value.shape) if not isinstance(size, int)]
     if len(dynamic) != 1 or dynamic[0] == value.dim() - 1:
         raise NoMatch(f"{name} has no dimension of tokens")
+    width = int(value.shape[-1]) // (2 if found.is_shared else 1)
     needed = ["1"] * value.dim()
-    needed[dynamic[0]], needed[-1] = str(value.shape[dynamic[0]]), str(value.shape[-1])
+    needed[dynamic[0]], needed[-1] = str(value.shape[dynamic[0]]), str(width)
     if ["1"] * (value.dim() - len(shape)) + shape != needed:
         raise NoMatch(f"{name} is multiplied with a table of [{', '.join(shape)}]")
     # the operator computes in float32: what widens a table, for each operand anew, changes nothing
@@ -287,17 +268,22 @@ def _table(node: fx.Node, x: fx.Node, name: str) -> fx.Node:
     return node
 
 
-def _flat_table(table: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
-    """A table as [Nt, R]; the same view for all layers."""
-    if table not in known:
+def flat_table(
+    table: fx.Node, is_shared: bool, known: dict[tuple[fx.Node, bool], fx.Node]
+) -> fx.Node:
+    """A table as [Nt, R]; the same node for all layers."""
+    if (table, is_shared) not in known:
         node = table
         while node.meta["val"].dim() > 2:
             shape = node.meta["val"].shape
             dim = next(i for i, size in enumerate(shape) if isinstance(size, int) and size == 1)
             with table.graph.inserting_after(node):
                 node = emit_call(table.graph, aten.squeeze.dim, node, dim)
-        known[table] = node
-    return known[table]
+        if is_shared:
+            with table.graph.inserting_after(node):
+                node = emit_call(table.graph, aten.cat.default, [node, node], -1)
+        known[table, is_shared] = node
+    return known[table, is_shared]
 
 
 def _rebuild(rotation: _Rotation) -> fx.Node:
@@ -310,7 +296,7 @@ def _rebuild(rotation: _Rotation) -> fx.Node:
     return node
 
 
-def _side_by_side(node: fx.Node) -> fx.Node:
+def side_by_side(node: fx.Node) -> fx.Node:
     """An operand whose columns are contiguous, as kernels read them; copied where they are not."""
     if node.meta["val"].stride(-1) == 1:
         return node

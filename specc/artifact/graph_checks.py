@@ -43,7 +43,10 @@ _DTYPES = frozenset(
 _MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format)
 _DEVICES = ("cpu", "meta", "cuda")
 # `trunc` of the least integer by -1 ends the process
-_WORDS = ("none", "tanh", "floor", "constant", "silu", "gelu", "gelu_tanh", "relu", "clamped", "")
+_WORDS = (
+    "none", "tanh", "floor", "constant", "silu", "gelu", "gelu_tanh", "relu", "clamped", "softmax",
+    "sigmoid", "chosen", "halves", "neighbors", "apart", "",
+)  # fmt: skip
 
 # operator → arguments that say how much it makes
 _MAKERS = {

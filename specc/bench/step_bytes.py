@@ -388,7 +388,7 @@ def _matrix_shape(item: Mapping[str, Any]) -> Sequence[int]:
 def _chosen_experts(weight: fx.Node) -> int:
     """How many experts each token chooses of those whose matrices these are; 0: it does not.
 
-    That is what the last `topk` before the product says.
+    That is what the router, or the last `topk` before the product, says.
     """
     users = list(weight.users)
     if len(users) == 1 and users[0].target is torch.ops.aten.transpose.int:
@@ -402,6 +402,8 @@ def _chosen_experts(weight: fx.Node) -> int:
         node = found.pop(0)
         if node.target is torch.ops.aten.topk.default:
             return int(node.args[1])
+        if node.target is torch.ops.specc.route.default:
+            return int(_operand(node, "top_k"))
         found += [item for item in node.all_input_nodes if item not in seen]
         seen |= set(found)
     return 0

@@ -7,6 +7,8 @@ import random
 import torch
 from torch import Tensor
 
+from specc.kernels.reference.latent import PAIRS
+from specc.kernels.reference.routing import SCORES
 from tests.kernels.cpu.call_parts import Arguments, Builder, i32, random_tokens
 from tests.kernels.cpu.engine_calls import BUILDERS
 
@@ -33,6 +35,17 @@ def _rope_write(rng: random.Random) -> Arguments:
     made |= {name: _floats(dtype, *cache, width) for name in ("k_cache", "v_cache")}
     made |= {name: _floats(dtype, tokens, width) for name in ("cos", "sin")}
     return made | {"q": _floats(dtype, heads, tokens, width)}
+
+
+def _rope_write_latent(rng: random.Random) -> Arguments:
+    made = _rope_write(rng)
+    (heads, tokens, width), size = made["q"].shape, rng.choice((1, 6))
+    dtype = made["q"].dtype
+    rows = {"q": (heads, size), "latent": (1, size), "q_rest": (heads, width), "shared": (1, width)}
+    cache = _floats(dtype, *made["k_cache"].shape[:2], 1, size + width)
+    del made["k"], made["v"]
+    made |= {name: _floats(dtype, n, tokens, columns) for name, (n, columns) in rows.items()}
+    return made | {"k_cache": cache, "v_cache": cache[..., :size], "pairs": rng.choice(PAIRS)}
 
 
 def _rms_norm(rng: random.Random) -> Arguments:
@@ -118,6 +131,25 @@ def _skinny_linear(rng: random.Random) -> Arguments:
     made = _rms_norm(rng)
     weight = _floats(made["x"].dtype, rng.choice((1, 9)), made["x"].shape[-1])
     return {"input": made["x"], "weight": weight, "bias": _bias(rng, weight)}
+
+
+def _route(rng: random.Random) -> Arguments:
+    dtype, tokens, num, width = rng.choice(DTYPES), rng.choice((0, 1, 5)), 8, 6
+    groups = rng.choice((1, 2, 4))
+    return {
+        "x": _floats(dtype, tokens, width),
+        "weight": _floats(dtype, num, width),
+        "bias": rng.choice((None, _floats(dtype, num))),
+        "correction": rng.choice((None, torch.rand(num))),
+        "scores": rng.choice(SCORES),
+        "top_k": rng.choice((1, 3)),
+        "normalize": rng.choice((False, True)),
+        "eps": 1e-20,
+        "scale": rng.choice((1.0, 2.5)),
+        "groups": groups,
+        "top_groups": rng.choice((groups, max(1, groups - 1))),
+        "group_best": rng.choice((1, 2)),
+    }
 
 
 def _experts(rng: random.Random) -> Arguments:
@@ -284,7 +316,9 @@ CALLS: dict[str, Builder] = {
     "add_norm_rope_write": _add_norm_rope_write,
     "embed_norm_rope_write": _embed_norm_rope_write,
     "add_norm_head": _add_norm_head,
+    "rope_write_latent": _rope_write_latent,
     "skinny_linear": _skinny_linear,
+    "route": _route,
     "experts": _experts,
     "grouped_mm": _grouped_mm,
     "dense_attention": _dense_attention,

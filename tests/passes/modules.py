@@ -201,7 +201,8 @@ class Runner:
             elif name in program.caches:
                 layer = program.layers[program.caches[name][0]]
                 # one block belongs to nobody
-                shape = (2 * BLOCKS_A_ROW + 1, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+                columns = int(node.meta["val"].shape[-1])
+                shape = (2 * BLOCKS_A_ROW + 1, BLOCK_SIZE, layer.num_kv_heads, columns)
                 rows = torch.randn(shape, generator=generator).to(node.meta["val"].dtype)
                 self.caches[name] = rows
                 self._values.append(rows)

@@ -17,10 +17,13 @@ from specc.passes.program import Program, is_update
 from specc.passes.rewrite.fuse_add_norm import FuseAddNorm
 from specc.passes.rewrite.fuse_embed_norm import FuseEmbedNorm
 from specc.passes.rewrite.fuse_experts import FuseExperts
+from specc.passes.rewrite.fuse_latent_write import FuseLatentWrite
 from specc.passes.rewrite.fuse_norm_head import FuseNormHead
 from specc.passes.rewrite.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.rewrite.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
+from specc.passes.rewrite.fuse_router import FuseRouter
 from specc.passes.rewrite.fuse_swiglu import FuseSwiGLU
+from specc.passes.rewrite.read_weight_views import ReadWeightViews
 from specc.passes.rewrite.tabulate_rotary import TabulateRotary
 from specc.passes.rewrite.use_skinny_linear import UseSkinnyLinear
 from specc.passes.rewrite.widen_ancestors import WidenAncestors
@@ -41,14 +44,14 @@ def cuda_phases(num_positions: int, pass_tokens: int | None = None) -> Phases:
     return (
         ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
         ("gates", (FuseSwiGLU,)),
-        ("mixtures", (FuseExperts,)),
+        ("mixtures", (FuseExperts, FuseRouter)),
         # from here on operators communicate through the caches, in the order of the graph
         (
             "caches",
-            (FuseRopeWrite, SplitTreeAttention, partial(WidenAncestors, most)),
+            (FuseRopeWrite, FuseLatentWrite, SplitTreeAttention, partial(WidenAncestors, most)),
         ),
         ("products", (FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
-        ("few rows", (UseSkinnyLinear,)),
+        ("few rows", (UseSkinnyLinear, ReadWeightViews)),
         ("tables", (partial(TabulateRotary, num_positions),)),
     )
 

@@ -20,9 +20,12 @@ from specc.kernels.cuda import (
     few_rows,
     few_rows_tiles,
     linear_q,
+    rope_write_latent,
+    route,
     skinny_linear,
 )
 from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
+from specc.kernels.reference.latent import PAIRS
 from tests.kernels.cuda.cases_linear_q import ALL
 
 I32, I64 = torch.int32, torch.int64
@@ -88,6 +91,19 @@ def _rope_write_calls() -> Iterator[Any]:
             yield add_norm_rope_write.add_norm_rope_write(*operands, *places)
 
 
+def _rope_write_latent_calls() -> Iterator[Any]:
+    for dtype in FLOATS:
+        for (size, width), pairs in itertools.product(((512, 64), (256, 32)), PAIRS):
+            for num_rows in (1, 512):
+                rows = [_meta(n, num_rows, d, dtype=dtype) for n in (16, 1) for d in (size, width)]
+                table = _meta(num_rows, width, dtype=dtype)
+                cache = _meta(300, 16, 1, size + width, dtype=dtype)
+                places = (_meta(2, dtype=I32), _meta(num_rows, dtype=I32), _meta(1, 256, dtype=I32))
+                yield rope_write_latent.rope_write_latent(
+                    *rows, table, table, cache, cache[..., :size], *places, pairs
+                )
+
+
 def _embed_calls() -> Iterator[Any]:
     for dtype, num_rows in _tiles(embed_norm_rope_write.NAME):
         # side by side, and apart
@@ -112,6 +128,20 @@ def _experts_calls() -> Iterator[Any]:
                     yield experts.experts(x, ids, weights, *stacks, activation)
             biases = (_meta(*stack.shape[:2], dtype=dtype) for stack in stacks)
             yield experts.experts(x, ids, weights, *stacks, CLAMPED, *biases)
+
+
+def _route_calls() -> Iterator[Any]:
+    # one token, a tree, a prompt; experts of V2 Lite, of V3
+    for dtype in FLOATS:
+        for num_tokens, num_experts in ((1, 64), (_TOKENS, 256), (512, 64)):
+            x, weight = (_meta(n, 2048, dtype=dtype) for n in (num_tokens, num_experts))
+            bias = _meta(num_experts, dtype=dtype)
+            correction = _meta(num_experts, dtype=torch.float32)
+            yield route.route(x, weight, None, None, "softmax", 6, False, 0.0, 1.0, 1, 1, 1)
+            for item in (None, bias):
+                yield route.route(x, weight, item, None, "chosen", 4, False, 0.0, 1.0, 1, 1, 1)
+            more = ("sigmoid", 8, True, 1e-20, 2.5, 8, 4, 2)
+            yield route.route(x, weight, None, correction, *more)
 
 
 def _linear_q_calls() -> Iterator[Any]:
@@ -162,5 +192,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "experts": _experts_calls,
     "linear_q": _linear_q_calls,
     "linear_q_fragments": _linear_q_fragments_calls,
+    "rope_write_latent": _rope_write_latent_calls,
+    "route": _route_calls,
     "skinny_linear": _skinny_linear_calls,
 }

@@ -141,6 +141,7 @@ ALIGNING = {
     "stride_kb", "stride_ks", "stride_vb", "stride_vs", "stride_cos", "stride_sin",
     "stride_kcb", "stride_kcs", "stride_kch", "stride_vcb", "stride_vcs", "stride_vch",
     "width", "stride_x", "stride_sb", "stride_ss",
+    "stride_rh", "stride_rt", "stride_lt", "stride_st",
 }  # fmt: skip
 
 

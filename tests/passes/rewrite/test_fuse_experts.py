@@ -55,8 +55,7 @@ def test_experts_are_one_operator(name, dtype):
             assert program.weights[item.target].parameters == (
                 f"model.layers.{layer}.mlp.experts.{part}",
             )
-        # a router of Mixtral weighs in float32
-        assert weights.meta["val"].dtype == (torch.float32 if name == "mixtral" else dtype)
+        assert weights.meta["val"].dtype == torch.float32
         assert (ids.meta["val"].dtype, activation) == (torch.int64, "silu")
         assert call.meta["val"].dtype == x.meta["val"].dtype == dtype
     if dtype == torch.float32:

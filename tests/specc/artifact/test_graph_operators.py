@@ -44,6 +44,8 @@ BY_PASSES = {
     "specc.embedding_of_blocks.default": "passes/lower/cpu/linear.py",
     "specc.fold_conv.default": "passes/step/fuse_step.py",
     "specc.fold_recurrence.default": "passes/step/fuse_step.py",
+    "specc.rope_write_latent.default": "passes/rewrite/fuse_latent_write.py",
+    "specc.route.default": "passes/rewrite/fuse_router.py",
     "specc.tree_conv.default": "passes/rewrite/tree_recurrence.py",
     "specc.tree_expand.default": "passes/drafters/lattice.py",
     "specc.tree_recurrence.default": "passes/rewrite/tree_recurrence.py",

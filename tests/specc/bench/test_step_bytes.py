@@ -154,6 +154,23 @@ def mixture(groups: int, experts: int) -> dict:
     return {"inputs": inputs, "graph": graph_to_json(graph)}
 
 
+def routed_mixture(experts: int) -> dict:
+    """Likewise, chosen by one operator of 2 groups."""
+    graph = fx.Graph()
+    x, router, stack = (graph.placeholder(name) for name in ("x", "router", "stack"))
+    how = ("softmax", experts, False, 0.0, 1.0, 4, 2, 1)
+    found = graph.call_function(ops.route, (x, router, None, None, *how))
+    ids, weights = (graph.call_function(operator.getitem, (found, i)) for i in range(2))
+    graph.output(graph.call_function(ops.experts, (x, ids, weights, stack, stack, "silu")))
+    shapes = {"router": [8, 4], "stack": [8, 4, 4]}
+    inputs: list[dict] = [{"name": "x", "kind": "input"}]
+    inputs += [
+        {"name": name, "kind": "weight", "key": name, "dtype": "float32", "shape": shape}
+        for name, shape in shapes.items()
+    ]
+    return {"inputs": inputs, "graph": graph_to_json(graph)}
+
+
 def test_what_steps_read_of_a_drafter_besides_its_program(tmp_path):
     """Of an engine's files: for each level all of the matrix that makes logits depend on tokens."""
     write_target(tmp_path / "target")
@@ -177,6 +194,8 @@ def test_experts_that_are_chosen_last_are_read():
     stack = 8 * 4 * 4 * 4
     for tokens, share in ((1, 2 / 8), (2.5, 5 / 8), (4, 1), (9, 1), (None, 1)):
         assert model_bytes(mixture(3, 2), tokens).weights == stack * share
+        routed = model_bytes(routed_mixture(2), tokens).weights
+        assert routed == stack * share + 8 * 4 * 4
         assert model_bytes(program(is_tied=False), tokens).weights == 160
 
 

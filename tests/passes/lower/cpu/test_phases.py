@@ -20,7 +20,7 @@ FUSED: dict[str, tuple[tuple[int, ...], set[str]]] = {
     "gpt2": ((0, 0, 0, 0, 2), set()),
     "mixtral": ((5, 4, 2, 2, 0), set()),
     "gemma2": ((9, 4, 2, 2, 0), {"window", "softcap"}),
-    "gpt_oss": ((5, 4, 0, 0, 2), {"window", "sink_logits"}),
+    "gpt_oss": ((5, 4, 0, 2, 0), {"window", "sink_logits"}),
     "bloom": ((0, 0, 0, 0, 2), {"slopes"}),
 }
 EXTRAS = ("window", "softcap", "sink_logits", "slopes", "chunk", "most_rows")

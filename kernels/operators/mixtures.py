@@ -1,0 +1,77 @@
+"""Mixtures of experts: the choice of experts, and what they make of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specc.kernels.operator import NoRule, OfRows, Operand, Operator, PassLimits, Reads, count
+from specc.kernels.reference import products, routing
+
+_FUSED = NoRule("fused after the cut")
+_INT_BYTES = _FLOAT_BYTES = 4
+# programs that share the sum of a logit (specc.kernels.cuda.route)
+ROUTE_SPLITS = 4
+
+
+def _route_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    scores: str,
+    top_k: int,
+    *args: object,
+) -> tuple[Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape[0], top_k, dtype=torch.int64),
+        x.new_empty(x.shape[0], top_k, dtype=torch.float32),
+    )
+
+
+ROUTE = Operator(
+    "route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, str scores, int top_k,"
+    " bool normalize, float eps, float scale, int groups, int top_groups, int group_best)"
+    " -> (Tensor ids, Tensor weights)",
+    reference=routing.route_reference,
+    fake=_route_fake,
+    tokens=OfRows(("x",), parameters=("weight", "bias", "correction")),
+    cut=_FUSED,
+    flops=lambda x, weight, **_: 2 * count(x.shape) * weight.shape[0],
+    scratch=lambda limits, x, weight, **_: (
+        _FLOAT_BYTES * ROUTE_SPLITS * int(weight.shape[0]) * x.shape[0]
+    ),
+    reads=Reads(whole="weight"),
+    cuda="route:route",
+)
+
+
+def _experts_fake(x: Tensor, *args: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _experts_flops(ids: Operand, gate_up: Operand, down: Operand, **_: object) -> int:
+    return 2 * count(ids.shape) * (count(gate_up.shape[1:]) + count(down.shape[1:]))
+
+
+def _experts_scratch(
+    limits: PassLimits, x: Operand, ids: Operand, gate_up: Operand, down: Operand, **_: object
+) -> int:
+    """A row of each product for every pair of a token and one of its experts, and their order."""
+    num_pairs = ids.shape[0] * int(ids.shape[1])
+    inner, outer = int(down.shape[2]) * x.itemsize, int(down.shape[1]) * _FLOAT_BYTES
+    return num_pairs * (inner + outer + _INT_BYTES) + int(gate_up.shape[0]) * _INT_BYTES
+
+
+EXPERTS = Operator(
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str activation,"
+    " Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
+    reference=products.experts_reference,
+    fake=_experts_fake,
+    tokens=OfRows(("x",), ("ids", "weights"), ("gate_up", "down", "gate_up_bias", "down_bias")),
+    cut=_FUSED,
+    flops=_experts_flops,
+    scratch=_experts_scratch,
+    reads=Reads(experts="ids"),
+    cuda="experts:experts",
+)

@@ -1,0 +1,78 @@
+"""What a layer of a mixture launches on CUDA, by name: who adds a launch sees it here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specc.kernels import ops
+from specc.kernels.cuda import experts, route
+from specc.passes.lower.cuda.phases import launches
+from specc.passes.program import Program
+from tests.kernels.cuda.launches import record
+from tests.models import build_model
+from tests.passes.lower.cuda.test_phases import in_bfloat16
+from tests.passes.modules import lower_for_cuda
+from tests.passes.rewrite.test_fuse_latent_write import lower as lower_latents
+
+# what stands after the attention of one layer, up to that of the next
+_OUT, _ROUTED = ("skinny_linear", "add_rms_norm"), ("route", "experts")
+_HEADS = ("add_norm_linear", "rms_norm", "rms_norm", "rope_write", "attend")
+LAYERS = {
+    "mixtral": ({}, (*_OUT, *_ROUTED, "add_norm_rope_write", "attend")),
+    "qwen3_moe": ({"norm_topk_prob": True}, (*_OUT, *_ROUTED, *_HEADS)),
+    "gpt_oss": ({}, (*_OUT, *_ROUTED, "add_norm_rope_write", "attend")),
+}
+
+
+# with queries of one weight, as of V2 Lite, and of two; MiniCPM3 has no mixture
+_LATENT = ("skinny_linear", "rms_norm", "bmm", "rope_write_latent", "attend")
+_UP = ("bmm", "contiguous", *_OUT)
+_SHARED = ("skinny_linear", "act_and_mul", "skinny_linear", "add")
+LATENT_LAYERS = {
+    "deepseek_v2": (
+        {"q_lora_rank": None},
+        (*_UP, *_ROUTED, *_SHARED, "add_norm_linear", *_LATENT[1:]),
+    ),
+    "deepseek_v3": (
+        {},
+        (*_UP, *_ROUTED, *_SHARED, "add_rms_norm", "skinny_linear", "rms_norm", "skinny_linear",
+         *_LATENT),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_launches_of_a_layer(name: str) -> None:
+    changes, wanted = LAYERS[name]
+    _, _, program, _ = lower_for_cuda(build_model(name, **changes))
+    assert of_layer(program) == wanted
+
+
+@pytest.mark.parametrize("name", LATENT_LAYERS)
+def test_launches_of_a_layer_over_latents(name: str) -> None:
+    """In bfloat16, where conversions count."""
+    changes, wanted = LATENT_LAYERS[name]
+    model = in_bfloat16(build_model(name, first_k_dense_replace=0, **changes))
+    _, _, program, _ = lower_latents(model)
+    assert of_layer(program) == wanted
+
+
+def of_layer(program: Program) -> tuple[str, ...]:
+    """Operators that the last layer of a program launches, from after the attention before it."""
+    names = [node.target.overloadpacket.__name__ for node in launches(program)]  # type: ignore[union-attr]
+    ends = [i for i, node in enumerate(launches(program)) if node.target is ops.attend]
+    return tuple(names[ends[-2] + 1 : ends[-1] + 1])
+
+
+@pytest.mark.parametrize(
+    ("module", "kernels"), [(route, 1), (experts, 3)], ids=["route", "experts"]
+)
+def test_kernels_of_an_operator(module: Any, kernels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few rows; what the operator runs is recorded, not counted by hand."""
+    from tests.kernels.cuda import launches_products
+
+    calls = getattr(launches_products, f"_{module.NAME}_calls")
+    one = lambda: iter([next(calls())])  # noqa: E731
+    assert len(record(module, 80, monkeypatch, one)) == kernels
