@@ -20,6 +20,7 @@ from specc.kernels.cuda.attend_softmax import (
     LOG2E,
     capped,
     end_softmax,
+    log_sums,
     start_softmax,
     take_scores,
 )
@@ -274,7 +275,7 @@ def attend_few_kernel(
             b_acc, b_l, b_m = _take(b_acc, b_l, b_m, b_q, b_k, b_v, m_s, qk_scale, softcap, True)
 
     let_next_start(IS_DEPENDENT)
-    m_any, b_total, b_lse = end_softmax(b_l, b_m, m_live)
+    m_any, b_total = end_softmax(b_l, m_live)
     b_out = tl.where(m_any[:, None], b_acc * (1.0 / b_total)[:, None], 0.0)
     if splits == 1:
         o_out = o_t * num_heads + o_h
@@ -284,6 +285,7 @@ def attend_few_kernel(
 
     i_tile_head = i_tile * tl.num_programs(0) + i_kv
     i_part = i_tile_head * max_splits
+    b_lse = log_sums(b_m, b_total, m_any)
     tl.store(lse + i_part * BM + o_m * max_splits + i_split, b_lse, mask=m_row)
     o_part = (i_part + i_split) * BM + o_m
     tl.store(partial + o_part[:, None] * D + o_d[None, :], b_out, mask=m_row[:, None])

@@ -16,6 +16,7 @@ from specc.kernels.cuda.attend_softmax import (
     LOG2E,
     capped,
     end_softmax,
+    log_sums,
     start_softmax,
     take_scores,
 )
@@ -284,13 +285,18 @@ def attend_kernel(
         )  # fmt: skip
 
     let_next_start(IS_DEPENDENT)
-    m_any, b_total, b_lse = end_softmax(b_l, b_m, m_live)
+    m_any, b_total = end_softmax(b_l, m_live)
     b_out = tl.where(m_any[:, None], b_acc / b_total[:, None], 0.0)
     o_out = o_t.to(tl.int64) * num_heads + o_h  # [BM]
+    o_dv = tl.arange(0, BDV)
+    # before the branch: `store_columns` in it took registers from the loop, as Triton 3.7 has it
+    p_out = out + o_out[:, None] * DV + o_dv[None, :]
+    m_out = m_row[:, None] & (o_dv < DV)[None, :]
     if splits == 1:
-        store_columns(out, o_out, b_out, m_row, 0, DV)
+        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
         return
 
+    b_lse = log_sums(b_m, b_total, m_any)
     i_part += i_kv * num_parts
     o_part = (i_part + i_split).to(tl.int64) * BM + tl.arange(0, BM)
     tl.store(lse + o_part, b_lse, mask=m_row)

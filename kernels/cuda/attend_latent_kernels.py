@@ -19,6 +19,7 @@ from specc.kernels.cuda.attend_softmax import (
     LOG2E,
     capped,
     end_softmax,
+    log_sums,
     start_softmax,
     take_scores,
 )
@@ -263,7 +264,8 @@ def attend_latent_kernel(
             softcap, R, S, BR, BS, BN, BC, PAGE, IS_TREE, False,
         )  # fmt: skip
 
-    m_any, b_total, b_lse = end_softmax(b_l, b_m, m_live)
+    m_any, b_total = end_softmax(b_l, m_live)
+    b_lse = log_sums(b_m, b_total, m_any)
     b_out = tl.where(m_any[:, None], b_acc / b_total[:, None], 0.0)
     b_out_2 = tl.where(m_any[:, None], b_acc_2 / b_total[:, None], 0.0)
     o_out = o_t.to(tl.int64) * num_heads + o_h  # [BM]

@@ -69,9 +69,14 @@ def take_scores(b_s, b_l, b_m, m_s, qk_scale, IS_MASKED: tl.constexpr):
 
 
 @triton.jit
-def end_softmax(b_l, b_m, m_live):
-    """Rows [BM] that see a key, their sums, and the logarithms of those; of others 1 and -inf."""
+def end_softmax(b_l, m_live):
+    """Rows [BM] that see a key, and their sums; of others 1."""
     # of NaN, too: what a row sees of it reaches the result
     m_any = m_live & (b_l != 0)
-    b_total = tl.where(m_any, b_l, 1.0)
-    return m_any, b_total, tl.where(m_any, b_m + tl.log2(b_total), float("-inf"))
+    return m_any, tl.where(m_any, b_l, 1.0)
+
+
+@triton.jit
+def log_sums(b_m, b_total, m_any):
+    """Logarithms [BM] of the sums; -inf of rows that see no key."""
+    return tl.where(m_any, b_m + tl.log2(b_total), float("-inf"))

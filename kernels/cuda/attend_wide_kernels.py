@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from specc.kernels.cuda.attend_rows import find_tokens
-from specc.kernels.cuda.attend_softmax import LOG2E, capped, end_softmax, start_softmax
+from specc.kernels.cuda.attend_softmax import LOG2E, capped, end_softmax, log_sums, start_softmax
 from specc.kernels.cuda.attend_visible import has_bit, node_bits
 from specc.kernels.cuda.attend_visits import find_blocks
 from specc.kernels.cuda.attend_wide_copies import COPY_WARPS, copy_keys
@@ -156,7 +156,8 @@ def _attend_rows(
         tl.debug_barrier()
         mbarrier.arrive(is_free.index(stage), count=1)
 
-    m_any, b_total, b_lse = end_softmax(b_l, b_m, m_live)
+    m_any, b_total = end_softmax(b_l, m_live)
+    b_lse = log_sums(b_m, b_total, m_any)
     gl.store(lse + (i_tile * BM + o_r) * max_splits + i_split, b_lse, mask=m_row)
     b_scale = gl.convert_layout(gl.where(m_any, 1.0 / b_total, 0.0), gl.SliceLayout(1, A))
     o_m = W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, A))
