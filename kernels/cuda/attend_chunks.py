@@ -107,30 +107,3 @@ def bits_from(b_bits, b_node):
     b_out = tl.minimum(tl.maximum(b_node, 0), 32).to(tl.uint32)
     b_half = b_out >> 1
     return (b_bits >> b_half >> (b_out - b_half)) << b_half << (b_out - b_half)
-
-
-@triton.jit
-def _either(a, b):
-    return a | b
-
-
-@triton.jit
-def seen_by_any(
-    o_key, o_n, b_low, b_high, first_position, window, sink, length, CHUNK: tl.constexpr
-):
-    """[BN] keys that a live row of a tree sees, without a tile of rows and keys.
-
-    Args:
-        o_key: [BN] slots.
-        o_n: [BN] their places in this step, below 64.
-        b_low: [BM] 32 ancestor bits from the node of place 0 on; of rows that are dead, none.
-        b_high: [BM] the next 32.
-        first_position: the least of live rows, which sees most of what is committed.
-        sink: first keys that no window cuts.
-        length: committed rows: the slot of node 0.
-    """
-    low = tl.reduce(b_low, 0, _either)
-    high = tl.reduce(b_high, 0, _either)
-    b_half = tl.where(o_n < 32, low, high)
-    m_node = ((b_half >> (o_n & 31).to(tl.uint32)) & 1) != 0
-    return tl.where(o_key < length, first_position < sight_ends(o_key, window, sink, CHUNK), m_node)

@@ -13,25 +13,23 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
-from specc.kernels.cuda.attend_kernels import _attend_block
-from specc.kernels.cuda.attend_softmax import LOG2E, capped, start_softmax, take_scores
-from specc.kernels.cuda.attend_visible import node_bits
+from specc.kernels.cuda.attend_kernels import attend_block
+from specc.kernels.cuda.attend_merge import merge_rows, store_columns
+from specc.kernels.cuda.attend_rows import find_tokens
+from specc.kernels.cuda.attend_softmax import (
+    LOG2E,
+    capped,
+    end_softmax,
+    log_sums,
+    start_softmax,
+    take_scores,
+)
+from specc.kernels.cuda.attend_visible import either, has_bit, node_bits
+from specc.kernels.cuda.attend_visits import NEVER, find_blocks
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
 
-NEVER = tl.constexpr(2147483647)
 # full blocks of a program from which on they are loaded ahead of their use
 AHEAD = tl.constexpr(3)
-
-
-@triton.jit
-def _or(a, b):
-    return a | b
-
-
-@triton.jit
-def _has_bit(o_n, b_low, b_high):
-    b_half = tl.where(o_n < 32, b_low, b_high)
-    return ((b_half >> (o_n & 31).to(tl.uint32)) & 1) != 0
 
 
 @triton.jit
@@ -104,60 +102,6 @@ def _take(
     return b_acc, b_l, b_m
 
 
-@triton.jit
-def _merge_all(
-    partial,
-    lse,
-    out,
-    i_part,
-    splits,
-    max_splits,
-    first_row,
-    num_rows,
-    i_kv,
-    first,
-    shift,
-    group,
-    num_heads,
-    num_tokens,
-    D: tl.constexpr,
-    BM: tl.constexpr,
-    BR: tl.constexpr,
-    BP: tl.constexpr,
-):
-    """Merge the parts of a tile, always in this order: BR rows of BP parts are loaded at a time."""
-    o_p = tl.arange(0, BP)
-    o_d = tl.arange(0, D)
-    for i_row in tl.range(0, num_rows, BR, num_stages=1):
-        o_r = i_row + tl.arange(0, BR)
-        o_token = (first_row + o_r) >> shift
-        o_head = (first_row + o_r) - (o_token << shift)
-        m_r = (first + o_token < num_tokens) & (o_head < group) & (o_r < BM)
-        b_m = tl.full([BR], float("-inf"), tl.float32)
-        b_l = tl.zeros([BR], tl.float32)
-        b_acc = tl.zeros([BR, D], tl.float32)
-        for i in tl.range(0, splits, BP, num_stages=1):
-            m_part = m_r[:, None] & (i + o_p < splits)[None, :]  # [BR, BP]
-            # sums of a row lie side by side: one load of all
-            p_lse = lse + (i_part * BM + o_r * max_splits)[:, None] + (i + o_p)[None, :]
-            b_lse = tl.load(p_lse, mask=m_part, other=float("-inf"))
-            o_part = (i_part + i + o_p)[None, :] * BM + o_r[:, None]
-            p_part = partial + o_part[:, :, None] * D + o_d[None, None, :]
-            b_part = tl.load(p_part, mask=m_part[:, :, None], other=0.0)  # [BR, BP, D]
-            b_m_new = tl.maximum(b_m, tl.max(b_lse, 1))
-            # rows that see no key at all: -inf - -inf is NaN
-            b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-            b_weight = tl.exp2(b_lse - b_base[:, None])
-            b_shrink = tl.exp2(b_m - b_base)
-            b_l = b_l * b_shrink + tl.sum(b_weight, 1)
-            b_acc = b_acc * b_shrink[:, None] + tl.sum(b_weight[:, :, None] * b_part, 1)
-            b_m = b_m_new
-        b_out = b_acc * (1.0 / tl.where(b_l > 0, b_l, 1.0))[:, None]
-        o_out = (first + o_token) * num_heads + i_kv * group + o_head
-        p_out = out + o_out[:, None] * D + o_d[None, :]
-        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_r[:, None])
-
-
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_heads", "group", "shift", "num_words", "num_blocks", "num_pages",
@@ -214,11 +158,7 @@ def attend_few_kernel(
     i_kv = tl.program_id(0)
     i_split = tl.program_id(1)
     i_tile = tl.program_id(2)
-    first = 0
-    last = tokens_each
-    if tokens_each == 0:
-        first = tl.maximum(load_early(q_start, True, 0), 0)
-        last = tl.minimum(load_early(q_start + 1, True, 0), num_tokens)
+    first, last, _ = find_tokens(q_start, 0, num_tokens, 1, tokens_each)
     length = tl.maximum(load_early(cache_len, True, 0), 0)
     capacity = num_pages * block_size
 
@@ -228,16 +168,9 @@ def attend_few_kernel(
     is_live = (b_slot >= 0) & (o_s < last)
     # rows that the kernel before this one may write: all from here on
     first_new = tl.min(tl.where(b_slot >= 0, b_slot, NEVER), 0)
-    if IS_TREE:
-        end = tl.max(tl.where(is_live, b_slot, -1), 0) + 1
-        full = tl.minimum(length, capacity)
-    else:
-        b_place = load_early(position + o_s, o_s < last, 0).to(tl.int32)
-        end = tl.max(tl.where(is_live, b_place, -1), 0) + 1
-        full = tl.min(tl.where(is_live, b_place, NEVER - 1), 0) + 1
-    end = tl.minimum(end, capacity)
-    num_visits = (end + BN - 1) // BN
-    full = tl.minimum(full, end) // BN
+    end, full, num_visits = find_blocks(
+        b_slot, is_live, position, o_s, last, length, capacity, BN, IS_TREE
+    )
     splits = tl.minimum((num_visits + MIN_BLOCKS - 1) // MIN_BLOCKS, max_splits)
     splits = tl.maximum(splits, 1)
 
@@ -280,7 +213,7 @@ def attend_few_kernel(
     if i_split >= splits:
         return
 
-    b_m, b_l = start_softmax(sinks, o_h, m_row, i_split, BM)
+    b_m, b_l = start_softmax(sinks, o_h, m_row, i_split)
     b_acc = tl.zeros([BM, D], tl.float32)
     qk_scale = scale * LOG2E
     p_words = ancestors + o_t * stride_words
@@ -288,13 +221,17 @@ def attend_few_kernel(
 
     i_rest = i_split
     if is_ahead:
+        rows = b_q, p_q, p_words, m_live, b_position
+        keys = (
+            p_k, p_v, block_table, num_blocks, block_size,
+            stride_kb, stride_ks, stride_vb, stride_vs,
+        )  # fmt: skip
         count = (tl.maximum(full - i_split, 0) + splits - 1) // splits
         for i in range(0, count):
             i_key = (i_split + i * splits) * BN
-            b_acc, b_l, b_m = _attend_block(
-                b_acc, b_l, b_m, b_q, p_q, p_k, p_v, block_table, p_words, i_key, capacity,
-                length, m_live, b_position, NEVER, 0, qk_scale, num_words, num_blocks, block_size,
-                stride_kb, stride_ks, stride_vb, stride_vs,
+            b_acc, b_l, b_m = attend_block(
+                b_acc, b_l, b_m, rows, keys, (length, NEVER, 0, num_words), i_key, capacity,
+                qk_scale,
                 D, D, D, D, BN, D, PAGE, IS_TREE, False, softcap,
             )  # fmt: skip
         i_rest += count * splits
@@ -326,11 +263,11 @@ def attend_few_kernel(
             b_k = tl.reshape(tl.load(p_block_k, mask=m_key[:, :, None], other=0.0), [BN, D])
             if IS_TREE:
                 b_low, b_high = node_bits(p_words, m_live, i * BN - length, num_words)
-                any_low = tl.reduce(b_low, 0, _or)
-                any_high = tl.reduce(b_high, 0, _or)
-                m_key &= (i * BN + o_in < length) | _has_bit(o_in, any_low, any_high)
+                any_low = tl.reduce(b_low, 0, either)
+                any_high = tl.reduce(b_high, 0, either)
+                m_key &= (i * BN + o_in < length) | has_bit(o_in, any_low, any_high)
                 m_s = (i * BN + o_n < length)[None, :]
-                m_s = m_s | _has_bit(o_n[None, :], b_low[:, None], b_high[:, None])
+                m_s = m_s | has_bit(o_n[None, :], b_low[:, None], b_high[:, None])
             else:
                 m_s = (i * BN + o_n)[None, :] <= b_position[:, None]
             m_s &= (i * BN + o_n < end)[None, :]
@@ -338,8 +275,7 @@ def attend_few_kernel(
             b_acc, b_l, b_m = _take(b_acc, b_l, b_m, b_q, b_k, b_v, m_s, qk_scale, softcap, True)
 
     let_next_start(IS_DEPENDENT)
-    m_any = m_live & (b_l != 0)
-    b_total = tl.where(m_any, b_l, 1.0)
+    m_any, b_total = end_softmax(b_l, m_live)
     b_out = tl.where(m_any[:, None], b_acc * (1.0 / b_total)[:, None], 0.0)
     if splits == 1:
         o_out = o_t * num_heads + o_h
@@ -349,13 +285,19 @@ def attend_few_kernel(
 
     i_tile_head = i_tile * tl.num_programs(0) + i_kv
     i_part = i_tile_head * max_splits
-    b_lse = tl.where(m_any, b_m + tl.log2(b_total), float("-inf"))
+    b_lse = log_sums(b_m, b_total, m_any)
     tl.store(lse + i_part * BM + o_m * max_splits + i_split, b_lse, mask=m_row)
     o_part = (i_part + i_split) * BM + o_m
     tl.store(partial + o_part[:, None] * D + o_d[None, :], b_out, mask=m_row[:, None])
     if is_last(arrived + i_tile_head, splits):
         num_rows = tl.minimum(((num_tokens - first) << shift) - i_tile * BM, BM)
-        _merge_all(
-            partial, lse, out, i_part, splits, max_splits, i_tile * BM, num_rows, i_kv, first,
-            shift, group, num_heads, num_tokens, D, BM, BR, BP,
-        )  # fmt: skip
+        for i in tl.range(0, num_rows, BR, num_stages=1):
+            o_i = i + tl.arange(0, BR)
+            o_i_token = (i_tile * BM + o_i) >> shift
+            o_i_head = (i_tile * BM + o_i) - (o_i_token << shift)
+            m_i = (first + o_i_token < num_tokens) & (o_i_head < group) & (o_i < BM)
+            b_rows = merge_rows(
+                partial, lse, i_tile_head, o_i, m_i, splits, max_splits, False, D, BM, BP, False
+            )
+            o_i_out = (first + o_i_token) * num_heads + i_kv * group + o_i_head
+            store_columns(out, o_i_out, b_rows, m_i, 0, D)

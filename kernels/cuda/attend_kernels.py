@@ -1,7 +1,6 @@
 """The kernel of `specc::attend`: a split of the keys for a tile of rows; the last one merges.
 
-Source: FlashAttention-2, arXiv:2307.08691 §3; flash decoding: partial softmax over splits of the
-keys, merged by their log-sum-exp.
+Source: FlashAttention-2, arXiv:2307.08691 §3; flash decoding (`attend_merge`).
 """
 
 from __future__ import annotations
@@ -9,44 +8,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specc.kernels.cuda.arrivals import is_last
-from specc.kernels.cuda.attend_chunks import bits_from, bounds_in_chunks, first_nodes, seen_by_any
-from specc.kernels.cuda.attend_merge import GROUP, merge_parts, store_part
-from specc.kernels.cuda.attend_rows import find_rows, load_keys, load_rows
+from specc.kernels.cuda.attend_chunks import bits_from, bounds_in_chunks, first_nodes
+from specc.kernels.cuda.attend_merge import merge_arrived, store_columns
+from specc.kernels.cuda.attend_rows import find_rows, find_tokens, load_keys, load_rows
 from specc.kernels.cuda.attend_slopes import biases, distances
-from specc.kernels.cuda.attend_softmax import LOG2E, capped, start_softmax, take_scores
-from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits
+from specc.kernels.cuda.attend_softmax import (
+    LOG2E,
+    capped,
+    end_softmax,
+    log_sums,
+    start_softmax,
+    take_scores,
+)
+from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits, seen_by_any
 from specc.kernels.cuda.attend_visits import extend_share, find_bounds, find_end, share_blocks
 from specc.kernels.cuda.attend_work import find_work
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
 
 
 @triton.jit
-def _attend_block(
+def attend_block(
     b_acc,  # [BM, BDV]
     b_l,  # [BM]
     b_m,  # [BM]
-    b_q,  # [BM, BD]
-    p_q,  # [BM]
-    p_k,
-    p_v,
-    p_table,
-    p_words,  # [BM]
+    rows,  # b_q [BM, BD]; of each row p_q, p_words, m_live, b_position
+    keys,  # p_k, p_v, p_table, num_blocks, block_size, strides of blocks and rows of both
+    seen,  # length, window, sink, num_words
     i_key,
     end,
-    length,
-    m_live,  # [BM]
-    b_position,  # [BM]
-    window,
-    sink,
     qk_scale,
-    num_words,
-    num_blocks,
-    block_size,
-    stride_kb,
-    stride_ks,
-    stride_vb,
-    stride_vs,
     D: tl.constexpr,
     DV: tl.constexpr,
     BD: tl.constexpr,
@@ -64,6 +54,9 @@ def _attend_block(
     b_first=None,  # [BM] see `first_nodes`; of trees with chunks
 ):
     """Take keys i_key … i_key + BN - 1 into the running softmax."""
+    b_q, p_q, p_words, m_live, b_position = rows
+    p_k, p_v, p_table, num_blocks, block_size, stride_kb, stride_ks, stride_vb, stride_vs = keys
+    length, window, sink, num_words = seen
     o_n = tl.arange(0, BN)
     o_dv = tl.arange(0, BDV)
     o_key = i_key + o_n  # [BN]
@@ -214,19 +207,13 @@ def attend_kernel(
     reach = window + sink
     if CHUNK:
         reach = tl.minimum(reach, CHUNK)
+    batch = q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity
     i_b, i_tile, i_split, splits, i_part = find_work(
-        i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group,
-        reach, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
-    )  # fmt: skip
+        i_program, num_programs, batch, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB
+    )
     is_idle = i_b < 0
     i_b = tl.maximum(i_b, 0)
-    first = i_b * tokens_each
-    last = first + tokens_each
-    if tokens_each == 0:
-        first = tl.maximum(load_early(q_start + i_b, True, 0), 0)
-        last = tl.minimum(load_early(q_start + i_b + 1, True, 0), num_tokens)
-    # rows after the last sequence are dead tokens of it
-    last_row = tl.where(i_b == num_seqs - 1, num_tokens, last)
+    first, last, last_row = find_tokens(q_start, i_b, num_tokens, num_seqs, tokens_each)
     length = tl.maximum(load_early(cache_len + i_b, True, 0), 0)
 
     o_r = i_tile * BM + tl.arange(0, BM)
@@ -268,19 +255,20 @@ def attend_kernel(
     b_slope = None
     if slopes is not None:
         b_slope = tl.load(slopes + o_h, mask=m_row, other=0.0)
-    b_m, b_l = start_softmax(sinks, o_h, m_row, i_split, BM)
+    b_m, b_l = start_softmax(sinks, o_h, m_row, i_split)
     b_acc = tl.zeros([BM, BDV], tl.float32)
     qk_scale = scale * LOG2E
     p_k = k_cache + i_kv.to(tl.int64) * stride_kh
     p_v = v_cache + i_kv.to(tl.int64) * stride_vh
     p_table = block_table + i_b.to(tl.int64) * stride_table  # type: ignore[attr-defined]
     p_words = ancestors + o_t.to(tl.int64) * stride_words
+    rows = b_q, p_q, p_words, m_live, b_position
+    keys = p_k, p_v, p_table, num_blocks, block_size, stride_kb, stride_ks, stride_vb, stride_vs
+    seen = length, window, sink, num_words
 
     for i in range(i_full, i_rest):
-        b_acc, b_l, b_m = _attend_block(
-            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, (i + skip) * BN, capacity,
-            length, m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
-            stride_kb, stride_ks, stride_vb, stride_vs,
+        b_acc, b_l, b_m = attend_block(
+            b_acc, b_l, b_m, rows, keys, seen, (i + skip) * BN, capacity, qk_scale,
             D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False, softcap, b_slope, ROUNDS,
         )  # fmt: skip
 
@@ -290,45 +278,29 @@ def attend_kernel(
     for i in tl.range(i_first, i_last - (i_rest - i_full), num_stages=1):
         i_visit = tl.where(i < i_full, i, i + i_rest - i_full)
         i_block = tl.where(i_visit < num_sinks, i_visit, i_visit + skip)
-        b_acc, b_l, b_m = _attend_block(
-            b_acc, b_l, b_m, b_q, p_q, p_k, p_v, p_table, p_words, i_block * BN, end, length,
-            m_live, b_position, window, sink, qk_scale, num_words, num_blocks, block_size,
-            stride_kb, stride_ks, stride_vb, stride_vs,
+        b_acc, b_l, b_m = attend_block(
+            b_acc, b_l, b_m, rows, keys, seen, i_block * BN, end, qk_scale,
             D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True, softcap, b_slope, ROUNDS,
             CHUNK, first_position, b_first,
         )  # fmt: skip
 
     let_next_start(IS_DEPENDENT)
-    m_any = m_live & (b_l != 0)
-    b_total = tl.where(m_any, b_l, 1.0)
+    m_any, b_total = end_softmax(b_l, m_live)
     b_out = tl.where(m_any[:, None], b_acc / b_total[:, None], 0.0)
-    o_dv = tl.arange(0, BDV)
     o_out = o_t.to(tl.int64) * num_heads + o_h  # [BM]
+    o_dv = tl.arange(0, BDV)
+    # before the branch: `store_columns` in it took registers from the loop, as Triton 3.7 has it
     p_out = out + o_out[:, None] * DV + o_dv[None, :]
     m_out = m_row[:, None] & (o_dv < DV)[None, :]
     if splits == 1:
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
         return
 
-    # a part of each split, in their order; of each group, where its first split had its own
-    b_lse = tl.where(m_any, b_m + tl.log2(b_total), float("-inf"))
+    b_lse = log_sums(b_m, b_total, m_any)
     i_part += i_kv * num_parts
-    store_part(partial, lse, b_out, b_lse, i_part + i_split, m_row, DV, BM, BDV)
-    i_leader = i_split // GROUP * GROUP
-    size = tl.minimum(splits - i_leader, GROUP)
-    if not is_last(arrived + i_part + i_leader, size):
-        return
-    b_out, b_lse = merge_parts(
-        partial, lse, i_part + i_leader, 1, size, m_row, DV, BM, BDV, MERGED
-    )  # fmt: skip
-    if splits <= GROUP:
-        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
-    else:
-        store_part(partial, lse, b_out, b_lse, i_part + i_leader, m_row, DV, BM, BDV)
-        num_groups = (splits + GROUP - 1) // GROUP
-        # no group begins with the second split: its counter is free
-        if is_last(arrived + i_part + 1, num_groups):
-            b_out, b_lse = merge_parts(
-                partial, lse, i_part, GROUP, num_groups, m_row, DV, BM, BDV, MERGED
-            )  # fmt: skip
-            tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
+    o_part = (i_part + i_split).to(tl.int64) * BM + tl.arange(0, BM)
+    tl.store(lse + o_part, b_lse, mask=m_row)
+    store_columns(partial, o_part, b_out, m_row, 0, DV)
+    merge_arrived(
+        partial, lse, arrived, out, o_out, i_part, i_split, splits, m_row, DV, BM, BDV, MERGED
+    )

@@ -13,10 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specc.kernels.cuda.arrivals import is_last
-from specc.kernels.cuda.attend_latent_merge import merge_columns, store_columns
-from specc.kernels.cuda.attend_merge import GROUP
-from specc.kernels.cuda.attend_softmax import LOG2E, capped, start_softmax, take_scores
+from specc.kernels.cuda.attend_merge import merge_arrived, store_columns
+from specc.kernels.cuda.attend_rows import find_rows, find_tokens, load_keys
+from specc.kernels.cuda.attend_softmax import (
+    LOG2E,
+    capped,
+    end_softmax,
+    log_sums,
+    start_softmax,
+    take_scores,
+)
 from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits
 from specc.kernels.cuda.attend_visits import extend_share, find_bounds, find_end, share_blocks
 from specc.kernels.cuda.attend_work import find_work
@@ -30,18 +36,6 @@ def _load_queries(p_q, o_c, m_row, first, width):
         mask=m_row[:, None] & (o_c < width)[None, :],
         other=0.0,
     )
-
-
-@triton.jit
-def _load_columns(p_row, o_c, m_key, first, width, FULL: tl.constexpr, IS_MASKED: tl.constexpr):
-    """Columns first + o_c of rows of the cache; masks are spared where nothing is to be masked."""
-    p = p_row[:, None] + (first + o_c)[None, :]
-    if IS_MASKED:
-        return tl.load(p, mask=m_key[:, None] & (o_c < width)[None, :], other=0.0)
-    elif FULL:
-        return tl.load(p)
-    else:
-        return tl.load(p, mask=(o_c < width)[None, :], other=0.0)
 
 
 @triton.jit
@@ -67,9 +61,7 @@ def _scores(
         for i in tl.static_range(0, BQ, BC):
             o_c = tl.arange(0, BC)
             b_part = _load_queries(p_q, o_c, m_row, first + i, WIDTH - i)
-            b_own = _load_columns(
-                p_row, o_c, m_key, first + i, WIDTH - i, WIDTH - i >= BC, IS_MASKED
-            )
+            b_own = load_keys((p_row + (first + i))[:, None], o_c, m_key, WIDTH - i, BC, IS_MASKED)
             b_s = tl.dot(b_part, tl.trans(b_own), b_s, input_precision="ieee")
     return b_s
 
@@ -80,28 +72,13 @@ def _attend_block(
     b_acc_2,  # [BM, BR], of the second half, if there is one
     b_l,  # [BM]
     b_m,  # [BM]
-    b_q,  # [BM, BR]
-    b_q_2,  # likewise
-    b_qs,  # [BM, BS]
-    p_q,  # [BM]
-    k_cache,
-    p_table,
-    p_words,  # [BM]
+    rows,  # b_q [BM, BR], b_q_2, b_qs [BM, BS]; of each row p_q, p_words, and whether and where
+    keys,  # k_cache, p_table, num_blocks, block_size, strides of blocks and rows
+    seen,  # length, window, sink, num_words
     i_key,
     end,
-    length,
-    m_row,  # [BM]
-    m_live,  # [BM]
-    b_position,  # [BM]
-    window,
-    sink,
     qk_scale,
     softcap,
-    num_words,
-    num_blocks,
-    block_size,
-    stride_kb,
-    stride_ks,
     R: tl.constexpr,
     S: tl.constexpr,
     BR: tl.constexpr,
@@ -113,22 +90,18 @@ def _attend_block(
     IS_MASKED: tl.constexpr,
 ):
     """Take keys i_key … i_key + BN - 1 into the running softmax."""
+    b_q, b_q_2, b_qs, p_q, p_words, m_row, m_live, b_position = rows
+    k_cache, p_table, num_blocks, block_size, stride_kb, stride_ks = keys
+    length, window, sink, num_words = seen
     o_n = tl.arange(0, BN)
     o_key = i_key + o_n  # [BN]
     m_key = o_key < end
 
-    if PAGE == 0:
-        # the whole block lies in one page
-        i_page = i_key // block_size
-        i_row = tl.load(p_table + i_page)
-        # what a broken table names stays inside the cache
-        i_row = tl.minimum(tl.maximum(i_row, 0), num_blocks - 1).to(tl.int64)
-        i_slot = (i_key - i_page * block_size).to(tl.int64)
-        p_row = k_cache + i_row * stride_kb + i_slot * stride_ks + o_n * stride_ks
-    else:
-        b_row = tl.load(p_table + o_key // PAGE, mask=m_key, other=0)
-        b_row = tl.minimum(tl.maximum(b_row, 0), num_blocks - 1).to(tl.int64)
-        p_row = k_cache + b_row * stride_kb + (o_key % PAGE) * stride_ks  # [BN]
+    i_k, _, o_k, _ = find_rows(
+        p_table, i_key, o_n, m_key, num_blocks, block_size,
+        stride_kb, stride_ks, stride_kb, stride_ks, PAGE,
+    )  # fmt: skip
+    p_row = k_cache + i_k + o_k  # [BN]
 
     m_own = m_key
     m_s = m_key[None, :]
@@ -144,15 +117,14 @@ def _attend_block(
         # rows that nobody sees may be NaN, and 0 · NaN is NaN: they are never read
         m_own = tl.max((m_s & m_live[:, None]).to(tl.int32), 0) > 0
     IS_WIDE: tl.constexpr = R > BR
-    b_c = _load_columns(p_row, tl.arange(0, BR), m_own, 0, R, R >= BR, IS_MASKED)  # [BN, BR]
+    o_c = tl.arange(0, BR)
+    b_c = load_keys(p_row[:, None], o_c, m_own, R, BR, IS_MASKED)  # [BN, BR]
     b_c_2 = b_c
     if IS_WIDE:
-        b_c_2 = _load_columns(
-            p_row, tl.arange(0, BR), m_own, BR, R - BR, R == 2 * BR, IS_MASKED
-        )  # fmt: skip
+        b_c_2 = load_keys((p_row + BR)[:, None], o_c, m_own, R - BR, BR, IS_MASKED)
     b_k = b_c
     if BC >= BS:
-        b_k = _load_columns(p_row, tl.arange(0, BS), m_own, R, S, S == BS, IS_MASKED)
+        b_k = load_keys((p_row + R)[:, None], tl.arange(0, BS), m_own, S, BS, IS_MASKED)
     b_s = tl.zeros([b_l.shape[0], BN], tl.float32)
     b_s = _scores(b_qs, p_q, p_row, b_k, b_s, m_row, m_own, R, S, BS, BC, IS_MASKED)
     b_s = _scores(b_q, p_q, p_row, b_c, b_s, m_row, m_own, 0, R, BR, BC, IS_MASKED)
@@ -230,19 +202,14 @@ def attend_latent_kernel(
         # the last tokens of a chunk see the most keys: they start first
         i_program = tl.where(num_splits == 1, num_programs - 1 - i_program, i_program)
     capacity = num_pages * block_size
+    reach = window + sink
+    batch = q_start, cache_len, num_seqs, num_tokens, tokens_each, num_heads, reach, capacity
     i_b, i_tile, i_split, splits, i_part = find_work(
-        i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, num_heads,
-        window + sink, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
-    )  # fmt: skip
+        i_program, num_programs, batch, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB
+    )
     if i_b < 0:
         return
-    first = i_b * tokens_each
-    last = first + tokens_each
-    if tokens_each == 0:
-        first = tl.maximum(tl.load(q_start + i_b), 0)
-        last = tl.minimum(tl.load(q_start + i_b + 1), num_tokens)
-    # rows after the last sequence are dead tokens of it
-    last_row = tl.where(i_b == num_seqs - 1, num_tokens, last)
+    first, last, last_row = find_tokens(q_start, i_b, num_tokens, num_seqs, tokens_each)
     length = tl.maximum(tl.load(cache_len + i_b), 0)
 
     o_r = i_tile * BM + tl.arange(0, BM)
@@ -269,12 +236,15 @@ def attend_latent_kernel(
         likely, low, start, full, sink, i_split, splits, BN
     )
 
-    b_m, b_l = start_softmax(sinks, o_h, m_row, i_split, BM)
+    b_m, b_l = start_softmax(sinks, o_h, m_row, i_split)
     b_acc = tl.zeros([BM, BR], tl.float32)
     b_acc_2 = tl.zeros([BM, BR], tl.float32)
     qk_scale = scale * LOG2E
     p_table = block_table + i_b.to(tl.int64) * stride_table  # type: ignore[attr-defined]
     p_words = ancestors + o_t.to(tl.int64) * stride_words
+    rows = b_q, b_q_2, b_qs, p_q, p_words, m_row, m_live, b_position
+    keys = k_cache, p_table, num_blocks, block_size, stride_kb, stride_ks
+    seen = length, window, sink, num_words
 
     end = find_end(slot, first, last, m_live, b_position, capacity, BB, IS_TREE)
     i_last = extend_share(i_last, i_rest, end, skip, i_split, splits, BN)
@@ -284,47 +254,30 @@ def attend_latent_kernel(
         i_visit = tl.where(i < i_full, i, i + i_rest - i_full)
         i_block = tl.where(i_visit < num_sinks, i_visit, i_visit + skip)
         b_acc, b_acc_2, b_l, b_m = _attend_block(
-            b_acc, b_acc_2, b_l, b_m, b_q, b_q_2, b_qs, p_q, k_cache, p_table, p_words,
-            i_block * BN, end, length, m_row, m_live, b_position, window, sink, qk_scale, softcap,
-            num_words, num_blocks, block_size, stride_kb, stride_ks,
+            b_acc, b_acc_2, b_l, b_m, rows, keys, seen, i_block * BN, end, qk_scale, softcap,
             R, S, BR, BS, BN, BC, PAGE, IS_TREE, True,
         )  # fmt: skip
 
     for i in range(i_full, i_rest):
         b_acc, b_acc_2, b_l, b_m = _attend_block(
-            b_acc, b_acc_2, b_l, b_m, b_q, b_q_2, b_qs, p_q, k_cache, p_table, p_words,
-            (i + skip) * BN, capacity, length, m_row, m_live, b_position, window, sink, qk_scale,
-            softcap, num_words, num_blocks, block_size, stride_kb, stride_ks,
-            R, S, BR, BS, BN, BC, PAGE, IS_TREE, False,
+            b_acc, b_acc_2, b_l, b_m, rows, keys, seen, (i + skip) * BN, capacity, qk_scale,
+            softcap, R, S, BR, BS, BN, BC, PAGE, IS_TREE, False,
         )  # fmt: skip
 
-    m_any = m_live & (b_l != 0)
-    b_total = tl.where(m_any, b_l, 1.0)
-    b_lse = tl.where(m_any, b_m + tl.log2(b_total), float("-inf"))
-    p_out = out + (o_t.to(tl.int64) * num_heads + o_h) * R  # [BM]
+    m_any, b_total = end_softmax(b_l, m_live)
+    b_lse = log_sums(b_m, b_total, m_any)
     b_out = tl.where(m_any[:, None], b_acc / b_total[:, None], 0.0)
     b_out_2 = tl.where(m_any[:, None], b_acc_2 / b_total[:, None], 0.0)
+    o_out = o_t.to(tl.int64) * num_heads + o_h  # [BM]
     if splits == 1:
-        store_columns(p_out, b_out, m_row, 0, R)
+        store_columns(out, o_out, b_out, m_row, 0, R)
         if R > BR:
-            store_columns(p_out, b_out_2, m_row, BR, R)
+            store_columns(out, o_out, b_out_2, m_row, BR, R)
         return
 
-    # a part of each split, in their order; of each group, where its first split had its own
     o_part = (i_part + i_split).to(tl.int64) * BM + tl.arange(0, BM)
     tl.store(lse + o_part, b_lse, mask=m_row)
-    store_columns(partial + o_part * R, b_out, m_row, 0, R)
+    store_columns(partial, o_part, b_out, m_row, 0, R)
     if R > BR:
-        store_columns(partial + o_part * R, b_out_2, m_row, BR, R)
-    i_leader = i_split // GROUP * GROUP
-    size = tl.minimum(splits - i_leader, GROUP)
-    if not is_last(arrived + i_part + i_leader, size):
-        return
-    merge_columns(
-        partial, lse, p_out, i_part + i_leader, 1, size, m_row, splits <= GROUP, R, BM, BV
-    )
-    if splits > GROUP:
-        num_groups = (splits + GROUP - 1) // GROUP
-        # no group begins with the second split: its counter is free
-        if is_last(arrived + i_part + 1, num_groups):
-            merge_columns(partial, lse, p_out, i_part, GROUP, num_groups, m_row, True, R, BM, BV)
+        store_columns(partial, o_part, b_out_2, m_row, BR, R)
+    merge_arrived(partial, lse, arrived, out, o_out, i_part, i_split, splits, m_row, R, BM, BV, 1)

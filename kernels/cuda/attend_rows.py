@@ -1,9 +1,23 @@
-"""Rows of heads in Triton: of D columns, in tiles of BD; and where those of a key block are."""
+"""Rows of heads in Triton: of D columns, in tiles of BD; which a sequence has, where keys are."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from specc.kernels.cuda.dependent import load_early
+
+
+@triton.jit
+def find_tokens(q_start, i_b, num_tokens, num_seqs, tokens_each):
+    """The first token of a sequence, the one after its last, and after the last that has rows."""
+    first = i_b * tokens_each
+    last = first + tokens_each
+    if tokens_each == 0:
+        first = tl.maximum(load_early(q_start + i_b, True, 0), 0)
+        last = tl.minimum(load_early(q_start + i_b + 1, True, 0), num_tokens)
+    # rows after the last sequence are dead tokens of it
+    return first, last, tl.where(i_b == num_seqs - 1, num_tokens, last)
 
 
 @triton.jit

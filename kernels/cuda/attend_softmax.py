@@ -15,15 +15,16 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def start_softmax(sinks, o_h, m_row, i_split, BM: tl.constexpr):
+def start_softmax(sinks, o_h, m_row, i_split):
     """Maxima and sums [BM] before the first key; a sink counts as a key of the first split.
 
     Args:
         sinks: [H] scores without values, or none.
         o_h: [BM] heads of rows.
+        m_row: [BM]; Gluon takes the layout from it.
     """
-    b_m = tl.full([BM], float("-inf"), tl.float32)
-    b_l = tl.zeros([BM], tl.float32)
+    b_m = tl.where(m_row, float("-inf"), float("-inf"))
+    b_l = tl.where(m_row, 0.0, 0.0)
     if sinks is not None:
         m_sink = m_row & (i_split == 0)
         b_sink = tl.load(sinks + o_h, mask=m_sink, other=float("-inf"))
@@ -65,3 +66,17 @@ def take_scores(b_s, b_l, b_m, m_s, qk_scale, IS_MASKED: tl.constexpr):
         b_p = tl.exp2(b_s * qk_scale - b_base[:, None])
     b_shrink = tl.exp2(b_m - b_base)
     return b_p, b_shrink, b_l * b_shrink + tl.sum(b_p, 1), b_m_new
+
+
+@triton.jit
+def end_softmax(b_l, m_live):
+    """Rows [BM] that see a key, and their sums; of others 1."""
+    # of NaN, too: what a row sees of it reaches the result
+    m_any = m_live & (b_l != 0)
+    return m_any, tl.where(m_any, b_l, 1.0)
+
+
+@triton.jit
+def log_sums(b_m, b_total, m_any):
+    """Logarithms [BM] of the sums; -inf of rows that see no key."""
+    return tl.where(m_any, b_m + tl.log2(b_total), float("-inf"))

@@ -34,6 +34,19 @@ def node_bits(p_words, m_live, i_node, num_words):
 
 
 @triton.jit
+def either(a, b):
+    """Bits of one or the other."""
+    return a | b
+
+
+@triton.jit
+def has_bit(b_bit, b_low, b_high):
+    """Whether words of 64 bits have a bit; halves of 32 are registers, for a tile of them."""
+    b_half = tl.where(b_bit < 32, b_low, b_high)
+    return ((b_half >> (b_bit & 31).to(tl.uint32)) & 1) != 0
+
+
+@triton.jit
 def is_visible(
     b_key, b_bit, b_position, b_low, b_high, window, sink, length, IS_TREE: tl.constexpr,
     CHUNK: tl.constexpr = 0,
@@ -47,10 +60,26 @@ def is_visible(
     else:
         m_near = (b_key > b_position - window) | (b_key < sink)
     if IS_TREE:
-        # halves of 32 bits: registers, for a tile of them
-        b_half = tl.where(b_bit < 32, b_low, b_high)
-        m_node = ((b_half >> (b_bit & 31).to(tl.uint32)) & 1) != 0
         # keys of the region are never cut by a window
-        return tl.where(b_key < length, m_near, m_node)
+        return tl.where(b_key < length, m_near, has_bit(b_bit, b_low, b_high))
     else:
         return m_near & (b_key <= b_position)
+
+
+@triton.jit
+def seen_by_any(
+    o_key, o_n, b_low, b_high, first_position, window, sink, length, CHUNK: tl.constexpr
+):
+    """[BN] keys that a live row of a tree sees, without a tile of rows and keys.
+
+    Args:
+        o_key: [BN] slots.
+        o_n: [BN] their places in this step, below 64.
+        b_low: [BM] 32 ancestor bits from the node of place 0 on; of rows that are dead, none.
+        b_high: [BM] the next 32.
+        first_position: the least of live rows, which sees most of what is committed.
+        sink: first keys that no window cuts.
+        length: committed rows: the slot of node 0.
+    """
+    m_node = has_bit(o_n, tl.reduce(b_low, 0, either), tl.reduce(b_high, 0, either))
+    return tl.where(o_key < length, first_position < sight_ends(o_key, window, sink, CHUNK), m_node)

@@ -5,8 +5,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specc.kernels.cuda.dependent import load_early
+
 # a window that cuts nothing
 NO_WINDOW = tl.constexpr(1 << 30)
+NEVER = tl.constexpr(2147483647)
+
+
+@triton.jit
+def find_blocks(
+    b_slot, is_live, position, o_s, last, length, capacity, BN: tl.constexpr, IS_TREE: tl.constexpr
+):
+    """The key after a sequence's last, its blocks that every row sees, and all of its blocks.
+
+    Args:
+        b_slot: slots of all of its tokens.
+        is_live: which of them are not dead.
+        o_s: their numbers, below `last`.
+    """
+    if IS_TREE:
+        end = tl.max(tl.where(is_live, b_slot, -1), 0) + 1
+        full = tl.minimum(length, capacity)
+    else:
+        b_place = load_early(position + o_s, o_s < last, 0).to(tl.int32)
+        end = tl.max(tl.where(is_live, b_place, -1), 0) + 1
+        full = tl.min(tl.where(is_live, b_place, NEVER - 1), 0) + 1
+    end = tl.minimum(end, capacity)
+    return end, tl.minimum(full, end) // BN, (end + BN - 1) // BN
 
 
 @triton.jit
@@ -23,15 +48,15 @@ def find_bounds(
     start = 0
     if window < NO_WINDOW:
         low = tl.maximum(tl.max(tl.where(m_live, b_position, -1), 0) - window + 1, 0)
-        start = tl.min(tl.where(m_live, b_position, 2147483647), 0)
+        start = tl.min(tl.where(m_live, b_position, NEVER), 0)
         start = tl.maximum(start - window + 1, 0)
         if IS_TREE:
             start = tl.minimum(start, length)
     if IS_TREE:
         full = tl.minimum(length, capacity)
     else:
-        full = tl.min(tl.where(m_live, b_position, 2147483647), 0)
-        full = tl.where(full < 2147483647, tl.minimum(full + 1, capacity), 0)
+        full = tl.min(tl.where(m_live, b_position, NEVER), 0)
+        full = tl.where(full < NEVER, tl.minimum(full + 1, capacity), 0)
     return likely, low, start, full
 
 

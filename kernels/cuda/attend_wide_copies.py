@@ -6,35 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from specc.kernels.cuda.attend_visible import either, has_bit, node_bits
 from specc.kernels.cuda.dependent import load_early
 
 # warps that copy
 COPY_WARPS = gl.constexpr(4)
-
-
-@gluon.jit
-def either(a, b):
-    return a | b
-
-
-@gluon.jit
-def node_halves(p_words, m_live, i_node, num_words):
-    """64 bits of each row's ancestor words, from node `i_node` on, which may be negative."""
-    i_word = i_node >> 6
-    i_bit = (i_node & 63).to(gl.uint64)
-    m_low = m_live & (i_word >= 0) & (i_word < num_words)
-    m_high = m_live & (i_word >= -1) & (i_word + 1 < num_words)
-    b_low = gl.load(p_words + i_word, mask=m_low, other=0).to(gl.uint64, bitcast=True)
-    b_high = gl.load(p_words + i_word + 1, mask=m_high, other=0).to(gl.uint64, bitcast=True)
-    # a shift by 64 is undefined: by 1, then by 63 - bit
-    b_bits = (b_low >> i_bit) | ((b_high << 1) << (63 - i_bit))
-    return (b_bits & 0xFFFFFFFF).to(gl.uint32), (b_bits >> 32).to(gl.uint32)
-
-
-@gluon.jit
-def has_bit(o_n, b_low, b_high):
-    b_half = gl.where(o_n < 32, b_low, b_high)
-    return ((b_half >> (o_n & 31).to(gl.uint32)) & 1) != 0
 
 
 @gluon.jit
@@ -47,33 +23,7 @@ def load_pages(p_table, i_block, o_n, num_pages, block_size, BN: gl.constexpr, P
 
 @gluon.jit
 def copy_keys(
-    k_ring,
-    v_ring,
-    is_full,
-    is_free,
-    k_cache,
-    v_cache,
-    p_table,
-    ancestors,
-    slot,
-    i_first,
-    i_rest,
-    i_last,
-    end,
-    length,
-    first,
-    last,
-    num_tokens,
-    group,
-    num_words,
-    num_blocks,
-    num_pages,
-    block_size,
-    stride_kb,
-    stride_ks,
-    stride_vb,
-    stride_vs,
-    stride_words,
+    copies,  # what `attend_wide_kernel` gives these warps
     D: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
@@ -82,6 +32,11 @@ def copy_keys(
     IS_TREE: gl.constexpr,
 ):
     """Copy blocks i_first … i_last - 1 into the ring; those from i_rest on not every row sees."""
+    (
+        k_ring, v_ring, is_full, is_free, p_k, p_v, p_table, ancestors, slot, i_first, i_rest,
+        i_last, end, length, first, last, group, num_words, num_blocks, num_pages,
+        block_size, stride_kb, stride_ks, stride_vb, stride_vs, stride_words,
+    ) = copies  # fmt: skip
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 // (D // 8), D // 8], [COPY_WARPS, 1], [1, 0]
     )
@@ -107,7 +62,7 @@ def copy_keys(
                 # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
                 m_own = o_t < last
                 m_live = load_early(slot + o_t, m_own, -1) >= 0
-                b_low, b_high = node_halves(
+                b_low, b_high = node_bits(
                     ancestors + o_t.to(gl.int64) * stride_words, m_live, i * BN - length, num_words
                 )
                 any_low = gl.reduce(b_low, 0, either)
@@ -116,11 +71,11 @@ def copy_keys(
         turn = i - i_first
         stage = turn % STAGES
         mbarrier.wait(is_free.index(stage), (turn // STAGES & 1) ^ 1)
-        p_row = k_cache + (b_row * stride_kb + o_s * stride_ks)
+        p_row = p_k + (b_row * stride_kb + o_s * stride_ks)
         async_copy.async_copy_global_to_shared(
             k_ring.index(stage), gl.expand_dims(p_row, 1) + o_d, mask=gl.expand_dims(m_key, 1)
         )
-        p_row = v_cache + (b_row * stride_vb + o_s * stride_vs)
+        p_row = p_v + (b_row * stride_vb + o_s * stride_vs)
         async_copy.async_copy_global_to_shared(
             v_ring.index(stage), gl.expand_dims(p_row, 1) + o_d, mask=gl.expand_dims(m_value, 1)
         )

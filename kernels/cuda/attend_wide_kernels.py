@@ -22,10 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from specc.kernels.cuda.attend_wide_copies import COPY_WARPS, copy_keys, has_bit, node_halves
+from specc.kernels.cuda.attend_rows import find_tokens
+from specc.kernels.cuda.attend_softmax import LOG2E, capped, end_softmax, log_sums, start_softmax
+from specc.kernels.cuda.attend_visible import has_bit, node_bits
+from specc.kernels.cuda.attend_visits import find_blocks
+from specc.kernels.cuda.attend_wide_copies import COPY_WARPS, copy_keys
 from specc.kernels.cuda.dependent import load_early
 
-NEVER = gl.constexpr(2147483647)
 # rows of the four warps that multiply: of a product of tensor cores
 ROWS = gl.constexpr(64)
 
@@ -63,25 +66,12 @@ def _mask(
     o_n = gl.arange(0, BN, gl.SliceLayout(0, S))
     o_key = i_key + o_n
     if IS_TREE:
-        b_low, b_high = node_halves(p_words, m_live, i_key - length, num_words)
+        b_low, b_high = node_bits(p_words, m_live, i_key - length, num_words)
         m_s = has_bit(gl.expand_dims(o_n, 0), gl.expand_dims(b_low, 1), gl.expand_dims(b_high, 1))
         m_s = gl.expand_dims(o_key < length, 0) | m_s
     else:
         m_s = gl.expand_dims(o_key, 0) <= gl.expand_dims(b_position, 1)
     return gl.where(m_s & gl.expand_dims(o_key < end, 0), b_s, float("-inf"))
-
-
-@gluon.jit
-def _start(sinks, o_r, i_kv, group, m_row, i_split, S: gl.constexpr):
-    """Maxima and sums before the first key, as `attend_softmax.start_softmax` has them."""
-    b_m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-    if sinks is not None:
-        p_sink = sinks + (i_kv * group + o_r % group)
-        b_sink = gl.load(p_sink, mask=m_row & (i_split == 0), other=float("-inf"))
-        b_m = b_sink.to(gl.float32) * 1.4426950408889634
-        b_l = gl.where(b_m == float("-inf"), 0.0, b_l + 1.0)
-    return b_m, b_l
 
 
 @gluon.jit
@@ -101,35 +91,8 @@ def _exponentials(b_s, b_acc, b_l, b_m, qk_scale, dtype: gl.constexpr, A: gl.con
 
 @gluon.jit
 def _attend_rows(
-    q,
     q_tile,
-    k_ring,
-    v_ring,
-    is_full,
-    is_free,
-    partial,
-    lse,
-    ancestors,
-    position,
-    slot,
-    i_first,
-    i_rest,
-    i_last,
-    end,
-    length,
-    scale,
-    first,
-    last,
-    last_row,
-    group,
-    num_words,
-    i_kv,
-    i_tile,
-    i_split,
-    max_splits,
-    stride_qh,
-    stride_qt,
-    stride_words,
+    rows,  # what all groups of warps have
     sinks,  # [H], or none
     softcap,  # of scores, or none
     D: gl.constexpr,
@@ -140,6 +103,11 @@ def _attend_rows(
     W: gl.constexpr,
 ):
     """Attend with rows 64 · W … of the tile to blocks i_first … i_last - 1 (one at least)."""
+    (
+        q, k_ring, v_ring, is_full, is_free, partial, lse, ancestors, position, slot, i_first,
+        i_rest, i_last, end, length, scale, first, last, last_row, group, num_words, i_kv,
+        i_tile, i_split, max_splits, stride_qh, stride_qt, stride_words,
+    ) = rows  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
@@ -164,9 +132,9 @@ def _attend_rows(
     fence_async_shared()
     tl.debug_barrier()
 
-    b_m, b_l = _start(sinks, o_r, i_kv, group, m_row, i_split, S)
+    b_m, b_l = start_softmax(sinks, i_kv * group + o_r % group, m_row, i_split)
     b_acc = gl.zeros([ROWS, D], gl.float32, A)
-    qk_scale = scale * 1.4426950408889634
+    qk_scale = scale * LOG2E
     # asking for products of the next keys before these exponentials is no faster over 32k, and over
     # 128k slower, 160.6 µs for 152.7: the other group multiplies meanwhile
     for i in range(i_first, i_last):
@@ -175,9 +143,7 @@ def _attend_rows(
         b_s = _ask_scores(q_tile, k_ring, is_full, turn, BN, STAGES, S)
         b_s = warpgroup_mma_wait(0, deps=[b_s])
         if softcap is not None:
-            # `attend_softmax.capped`; what comes of it is scaled already
-            b_e = gl.exp2(b_s * (2.0 * qk_scale / softcap))
-            b_s = softcap * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + b_e))
+            b_s = capped(b_s, qk_scale, softcap)
         if i >= i_rest:
             b_s = _mask(
                 b_s, i * BN, end, length, p_words, m_live, b_position, num_words, BN, IS_TREE, S
@@ -190,10 +156,8 @@ def _attend_rows(
         tl.debug_barrier()
         mbarrier.arrive(is_free.index(stage), count=1)
 
-    # of NaN, too: what a row sees of it reaches the result
-    m_any = m_live & (b_l != 0)
-    b_total = gl.where(m_any, b_l, 1.0)
-    b_lse = gl.where(m_any, b_m + gl.log2(b_total), float("-inf"))
+    m_any, b_total = end_softmax(b_l, m_live)
+    b_lse = log_sums(b_m, b_total, m_any)
     gl.store(lse + (i_tile * BM + o_r) * max_splits + i_split, b_lse, mask=m_row)
     b_scale = gl.convert_layout(gl.where(m_any, 1.0 / b_total, 0.0), gl.SliceLayout(1, A))
     o_m = W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, A))
@@ -275,28 +239,15 @@ def attend_wide_kernel(
     i_split = gl.program_id(1)
     i_b = gl.program_id(2)
     i_tile = i_b * gl.num_programs(0) + i_kv
-    first = i_b * tokens_each
-    last = first + tokens_each
-    if tokens_each == 0:
-        first = gl.maximum(load_early(q_start + i_b, True, 0), 0)
-        last = gl.minimum(load_early(q_start + i_b + 1, True, 0), num_tokens)
-    # rows after the last sequence are dead tokens of it
-    last_row = gl.where(i_b == num_seqs - 1, num_tokens, last)
+    first, last, last_row = find_tokens(q_start, i_b, num_tokens, num_seqs, tokens_each)
     length = gl.maximum(load_early(cache_len + i_b, True, 0), 0)
     capacity = num_pages * block_size
     # a token has a row at least
     o_s = first + gl.arange(0, BM, gl.BlockedLayout([1], [32], [4], [0]))
     b_slot = load_early(slot + o_s, o_s < last, -1)
-    if IS_TREE:
-        end = gl.max(b_slot, 0) + 1
-        full = gl.minimum(length, capacity)
-    else:
-        b_place = load_early(position + o_s, o_s < last, 0).to(gl.int32)
-        end = gl.max(gl.where(b_slot >= 0, b_place, -1), 0) + 1
-        full = gl.min(gl.where(b_slot >= 0, b_place, NEVER - 1), 0) + 1
-    end = gl.minimum(end, capacity)
-    full = gl.minimum(full, end) // BN
-    num_visits = (end + BN - 1) // BN
+    end, full, num_visits = find_blocks(
+        b_slot, b_slot >= 0, position, o_s, last, length, capacity, BN, IS_TREE
+    )
     most = max_splits
     if num_shares > 0:
         most = share(
@@ -332,29 +283,28 @@ def attend_wide_kernel(
         p_k = k_cache + i_kv.to(gl.int64) * stride_kh
         p_v = v_cache + i_kv.to(gl.int64) * stride_vh
         p_table = block_table + i_b.to(gl.int64) * stride_table
+        rows = (
+            q, k_ring, v_ring, is_full, is_free, partial, lse, ancestors, position, slot, i_first,
+            i_rest, i_last, end, length, scale, first, last, last_row, group, num_words, i_kv,
+            i_tile, i_split, max_splits, stride_qh, stride_qt, stride_words,
+        )  # fmt: skip
+        copies = (
+            k_ring, v_ring, is_full, is_free, p_k, p_v, p_table, ancestors, slot, i_first, i_rest,
+            i_last, end, length, first, last, group, num_words, num_blocks, num_pages,
+            block_size, stride_kb, stride_ks, stride_vb, stride_vs, stride_words,
+        )  # fmt: skip
         if CONSUMERS == 2:
             gl.warp_specialize(
                 [
                     (_attend_rows, (
-                        q, q_tiles.index(0), k_ring, v_ring, is_full, is_free, partial, lse,
-                        ancestors, position, slot, i_first, i_rest, i_last, end, length, scale,
-                        first, last, last_row, group, num_words, i_kv, i_tile, i_split, max_splits,
-                        stride_qh, stride_qt, stride_words, sinks, softcap, D, BM, BN, STAGES,
-                        IS_TREE, gl.constexpr(0),
+                        q_tiles.index(0), rows, sinks, softcap, D, BM, BN, STAGES, IS_TREE,
+                        gl.constexpr(0),
                     )),
                     (_attend_rows, (
-                        q, q_tiles.index(1), k_ring, v_ring, is_full, is_free, partial, lse,
-                        ancestors, position, slot, i_first, i_rest, i_last, end, length, scale,
-                        first, last, last_row, group, num_words, i_kv, i_tile, i_split, max_splits,
-                        stride_qh, stride_qt, stride_words, sinks, softcap, D, BM, BN, STAGES,
-                        IS_TREE, gl.constexpr(1),
+                        q_tiles.index(1), rows, sinks, softcap, D, BM, BN, STAGES, IS_TREE,
+                        gl.constexpr(1),
                     )),
-                    (copy_keys, (
-                        k_ring, v_ring, is_full, is_free, p_k, p_v, p_table, ancestors, slot,
-                        i_first, i_rest, i_last, end, length, first, last, num_tokens, group,
-                        num_words, num_blocks, num_pages, block_size, stride_kb, stride_ks,
-                        stride_vb, stride_vs, stride_words, D, BM, BN, STAGES, PAGE, IS_TREE,
-                    )),
+                    (copy_keys, (copies, D, BM, BN, STAGES, PAGE, IS_TREE)),
                 ],
                 [4, COPY_WARPS],
                 [208, 88],
@@ -363,18 +313,10 @@ def attend_wide_kernel(
             gl.warp_specialize(
                 [
                     (_attend_rows, (
-                        q, q_tiles.index(0), k_ring, v_ring, is_full, is_free, partial, lse,
-                        ancestors, position, slot, i_first, i_rest, i_last, end, length, scale,
-                        first, last, last_row, group, num_words, i_kv, i_tile, i_split, max_splits,
-                        stride_qh, stride_qt, stride_words, sinks, softcap, D, BM, BN, STAGES,
-                        IS_TREE, gl.constexpr(0),
+                        q_tiles.index(0), rows, sinks, softcap, D, BM, BN, STAGES, IS_TREE,
+                        gl.constexpr(0),
                     )),
-                    (copy_keys, (
-                        k_ring, v_ring, is_full, is_free, p_k, p_v, p_table, ancestors, slot,
-                        i_first, i_rest, i_last, end, length, first, last, num_tokens, group,
-                        num_words, num_blocks, num_pages, block_size, stride_kb, stride_ks,
-                        stride_vb, stride_vs, stride_words, D, BM, BN, STAGES, PAGE, IS_TREE,
-                    )),
+                    (copy_keys, (copies, D, BM, BN, STAGES, PAGE, IS_TREE)),
                 ],
                 [COPY_WARPS],
                 [88],

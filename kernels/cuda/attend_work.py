@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.attend_merge import GROUP
+from specc.kernels.cuda.attend_rows import find_tokens
+from specc.kernels.cuda.attend_visits import NEVER
 from specc.kernels.cuda.dependent import load_early
 
 # what a program takes before its first key and after its last, in key blocks; assumed
@@ -18,25 +20,12 @@ START_BLOCKS = tl.constexpr(2)
 MERGE_ROWS = tl.constexpr(64)
 # one more than the most waves, at least, and a power of two
 BW = tl.constexpr(8)
-NEVER = tl.constexpr(2147483647)
 
 
 @triton.jit
-def _work(
-    i_first,
-    q_start,
-    cache_len,
-    num_seqs,
-    num_tokens,
-    tokens_each,
-    group,
-    reach,
-    capacity,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BB: tl.constexpr,
-):
+def _work(i_first, batch, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr):
     """Tiles of sequences i_first …, and the key blocks of each of their tiles: 0 for padding."""
+    q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity = batch
     o_b = i_first + tl.arange(0, BB)
     m_b = o_b < num_seqs
     if tokens_each > 0:
@@ -57,32 +46,17 @@ def _work(
 
 @triton.jit
 def _choose_share(
-    num_programs,
-    q_start,
-    cache_len,
-    num_seqs,
-    num_tokens,
-    tokens_each,
-    group,
-    reach,
-    capacity,
-    slots,
-    waves,
-    MIN_BLOCKS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BB: tl.constexpr,
-):
+    num_programs, batch, slots, waves, MIN_BLOCKS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
     """Key blocks of a program, at most: of the number of waves that is done first."""
+    num_seqs = batch[2]
     total = 0
     num_tiles = 0
     num_live = 0
     most = 1
     for i in range(0, num_seqs, BB):
-        b_tiles, b_blocks = _work(
-            i, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity,
-            BM, BN, BB,
-        )  # fmt: skip
+        b_tiles, b_blocks = _work(i, batch, BM, BN, BB)
         total += tl.sum(b_tiles * b_blocks, 0)
         num_tiles += tl.sum(b_tiles, 0)
         num_live += tl.sum(tl.where(b_blocks > 0, b_tiles, 0), 0)
@@ -100,10 +74,7 @@ def _choose_share(
     b_count = tl.zeros([BW], tl.int32)
     b_longest = tl.zeros([BW], tl.int32)
     for i in range(0, num_seqs, BB):
-        b_tiles, b_blocks = _work(
-            i, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity,
-            BM, BN, BB,
-        )  # fmt: skip
+        b_tiles, b_blocks = _work(i, batch, BM, BN, BB)
         b_splits = (b_blocks[None, :] + b_share[:, None] - 1) // b_share[:, None]  # [BW, BB]
         b_count += tl.sum(b_tiles[None, :] * b_splits, 1)
         b_splits = tl.maximum(b_splits, 1)
@@ -146,26 +117,12 @@ def _splits_of_one(blocks, num_tiles, slots, MIN_BLOCKS: tl.constexpr, BM: tl.co
 
 @triton.jit
 def _find_of_one(
-    i_program,
-    num_programs,
-    q_start,
-    cache_len,
-    num_tokens,
-    tokens_each,
-    group,
-    reach,
-    capacity,
-    slots,
-    MIN_BLOCKS: tl.constexpr,
-    BM: tl.constexpr,
+    i_program, num_programs, batch, slots, MIN_BLOCKS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
-):
+):  # fmt: skip
     """`find_work` of a single sequence: numbers instead of vectors that programs have to reduce."""
-    first = 0
-    last = tokens_each
-    if tokens_each == 0:
-        first = tl.maximum(load_early(q_start, True, 0), 0)
-        last = tl.minimum(load_early(q_start + 1, True, 0), num_tokens)
+    q_start, cache_len, _, num_tokens, tokens_each, group, reach, capacity = batch
+    first, last, _ = find_tokens(q_start, 0, num_tokens, 1, tokens_each)
     length = load_early(cache_len, True, -1)
     num_tiles = (tl.maximum(num_tokens - first, 0) * group + BM - 1) // BM
     keys = tl.minimum(tl.minimum(length, reach) + tl.maximum(last - first, 1), capacity)
@@ -181,14 +138,7 @@ def _find_of_one(
 def find_work(
     i_program,
     num_programs,
-    q_start,
-    cache_len,
-    num_seqs,
-    num_tokens,
-    tokens_each,
-    group,
-    reach,
-    capacity,
+    batch,  # q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity
     num_splits,
     slots,
     waves,
@@ -208,56 +158,34 @@ def find_work(
         the sequence, -1 for a program without work; the tile of it; the split; the splits of the
         tile; the number of the tile's first split among all of tiles that are split.
     """
-    if (num_seqs == 1) & (num_splits == 0):
+    if (batch[2] == 1) & (num_splits == 0):
         i_b, i_tile, i_split, splits, i_part = _find_of_one(
-            i_program, num_programs, q_start, cache_len, num_tokens, tokens_each, group, reach,
-            capacity, slots, MIN_BLOCKS, BM, BN,
-        )  # fmt: skip
+            i_program, num_programs, batch, slots, MIN_BLOCKS, BM, BN
+        )
     else:
         i_b, i_tile, i_split, splits, i_part = _find_among(
-            i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group,
-            reach, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
-        )  # fmt: skip
+            i_program, num_programs, batch, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB
+        )
     return i_b, i_tile, i_split, splits, i_part
 
 
 @triton.jit
 def _find_among(
-    i_program,
-    num_programs,
-    q_start,
-    cache_len,
-    num_seqs,
-    num_tokens,
-    tokens_each,
-    group,
-    reach,
-    capacity,
-    num_splits,
-    slots,
-    waves,
-    MIN_BLOCKS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BB: tl.constexpr,
-):
+    i_program, num_programs, batch, num_splits, slots, waves, MIN_BLOCKS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
     """`find_work` of several sequences, or of a number of splits that the host has chosen."""
+    num_seqs = batch[2]
     share = 1
     if num_splits == 0:
-        share = _choose_share(
-            num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach,
-            capacity, slots, waves, MIN_BLOCKS, BM, BN, BB,
-        )  # fmt: skip
+        share = _choose_share(num_programs, batch, slots, waves, MIN_BLOCKS, BM, BN, BB)
     i_b = -1
     i_own = 0
     splits = 1
     i_part = 0
     total = 0
     for i in range(0, num_seqs, BB):
-        b_tiles, b_blocks = _work(
-            i, q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity,
-            BM, BN, BB,
-        )  # fmt: skip
+        b_tiles, b_blocks = _work(i, batch, BM, BN, BB)
         b_splits = (b_blocks + share - 1) // share
         b_splits = tl.where(
             num_splits == 0, b_splits, tl.minimum(b_blocks // MIN_BLOCKS, num_splits)

@@ -45,7 +45,7 @@ class Tile(torch.Tensor):
         if dtype == "uint64":
             return self.as_subclass(Unsigned)
         if dtype == "uint32":
-            dtype = torch.int64
+            return (torch.Tensor.to(self, torch.int64) & 0xFFFFFFFF).as_subclass(Tile)
         if bitcast:
             return self.contiguous().view(dtype).as_subclass(Tile)
         return torch.Tensor.to(self, dtype).as_subclass(Tile)
@@ -303,20 +303,26 @@ def _language() -> ModuleType:
         max=lambda x, axis: tile(x.amax(axis)), min=lambda x, axis: tile(x.amin(axis)),
         sum=lambda x, axis: tile(x.sum(axis)), reduce=_reduce,
         exp2=torch.exp2, log2=torch.log2,
-        load=_load, store=_store,
+        load=_load, store=_store, debug_barrier=_nothing,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
     )  # fmt: skip
     return gl
 
 
+def _unjitted(function: Any = None, **_: Any) -> Any:
+    return function or (lambda f: f)
+
+
 def _fakes() -> dict[str, ModuleType]:
     gl = _language()
+    # functions of Triton that Gluon calls too, which make no tile of their own
+    triton, tl = ModuleType("triton"), ModuleType("triton.language")
+    vars(tl).update(vars(gl), __name__=tl.__name__)
+    vars(triton).update(jit=_unjitted, language=tl)
     gluon = ModuleType("triton.experimental.gluon")
     hopper = ModuleType("triton.experimental.gluon.language.nvidia.hopper")
     ampere = ModuleType("triton.experimental.gluon.language.nvidia.ampere")
-    vars(gluon).update(
-        jit=lambda f=None, **_: f or (lambda g: g), constexpr_function=lambda f: f, language=gl
-    )
+    vars(gluon).update(jit=_unjitted, constexpr_function=lambda f: f, language=gl)
     vars(ampere).update(
         async_copy=SimpleNamespace(
             async_copy_global_to_shared=_copy, commit_group=_commit, wait_group=_wait_for_groups
@@ -340,7 +346,9 @@ def _fakes() -> dict[str, ModuleType]:
     vars(dependent).update(
         dict.fromkeys(("wait_for_earlier", "wait_alone", "let_next_start"), _nothing)
     )
-    return {module.__name__: module for module in (gluon, gl, ampere, hopper, dependent)}
+    return {
+        module.__name__: module for module in (triton, tl, gluon, gl, ampere, hopper, dependent)
+    }
 
 
 def emulated(module: ModuleType, *parts: ModuleType) -> ModuleType:
@@ -366,7 +374,6 @@ def emulated(module: ModuleType, *parts: ModuleType) -> ModuleType:
                 del sys.modules[name]
             else:
                 sys.modules[name] = kept
-    vars(copy)["tl"] = SimpleNamespace(debug_barrier=_nothing)
     return copy
 
 

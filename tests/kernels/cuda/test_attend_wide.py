@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from specc.kernels.cuda import attend as module
-from specc.kernels.cuda import attend_wide, attend_wide_copies, attend_wide_kernels
+from specc.kernels.cuda import (
+    attend_rows,
+    attend_softmax,
+    attend_visible,
+    attend_visits,
+    attend_wide,
+    attend_wide_copies,
+    attend_wide_kernels,
+)
 from specc.kernels.cuda.launch import even_tokens
 from specc.kernels.operators.attention import SPLIT_ROWS
 from tests.kernels.cuda.cases_attend import (
@@ -69,7 +77,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[Any]
     monkeypatch.setattr(attend_wide, "FEW_KEYS", 0)
     if device.type == "cpu":
         monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
-        kernel = emulated(attend_wide_kernels, attend_wide_copies).attend_wide_kernel
+        parts = attend_rows, attend_softmax, attend_visible, attend_visits, attend_wide_copies
+        kernel = emulated(attend_wide_kernels, *parts).attend_wide_kernel
         monkeypatch.setattr(attend_wide, "attend_wide_kernel", Launcher(kernel))
     elif torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("not the kernel of this device")

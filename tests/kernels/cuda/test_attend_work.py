@@ -52,8 +52,9 @@ def find_work_kernel(
     i = tl.program_id(0)
     i_program = tl.load(asked + i)
     i_b, i_tile, i_split, splits, i_part = find_work(
-        i_program, num_programs, q_start, cache_len, num_seqs, num_tokens, tokens_each, group,
-        reach, capacity, num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
+        i_program, num_programs,
+        (q_start, cache_len, num_seqs, num_tokens, tokens_each, group, reach, capacity),
+        num_splits, slots, waves, MIN_BLOCKS, BM, BN, BB,
     )  # fmt: skip
     tl.store(found + i * 5, i_b)
     tl.store(found + i * 5 + 1, i_tile)
