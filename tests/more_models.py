@@ -219,6 +219,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "num_experts_per_tok": 2}
         | {"rope_parameters": _YARN},
     ),
+    # values of fewer columns than keys, sinks in layers with a window, a router of sigmoids
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        _WITH_DIM
+        | {"v_head_dim": 8, "sliding_window": WINDOW}
+        | {"layer_types": ["full_attention", "sliding_attention"]}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
     "deepseek_v2": (
         "DeepseekV2Config",
         COMMON

@@ -31,6 +31,7 @@ KEPT: dict[str, tuple[str, list[Any]]] = {
     "llama4_text": ("chunk", [CHUNK, 0, CHUNK]),
     "gemma2": ("softcap", [3.0, 3.0]),
     "gpt_oss": ("sink_logits", [True, True]),
+    "mimo_v2_flash": ("sink_logits", [None, True]),
 }
 
 
@@ -51,7 +52,14 @@ def test_attention_keeps_what_it_has(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["mpt", pytest.param("bloom", marks=pytest.mark.slow), "llama4_text", "gemma2", "gpt_oss"],
+    [
+        "mpt",
+        pytest.param("bloom", marks=pytest.mark.slow),
+        "llama4_text",
+        "gemma2",
+        "gpt_oss",
+        "mimo_v2_flash",
+    ],
 )
 def test_replayed_steps_equal_generate(zoo: Zoo, device, name: str) -> None:
     """Captured graphs, with the oracles of the operators."""
@@ -62,7 +70,7 @@ def test_replayed_steps_equal_generate(zoo: Zoo, device, name: str) -> None:
 
 
 @pytest.mark.slow  # a minute: kernels are interpreted, element by element
-@pytest.mark.parametrize("name", ["mpt", "falcon_rw", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mpt", "falcon_rw", "gemma2", "gpt_oss", "mimo_v2_flash"])
 def test_the_kernels_equal_generate(zoo: Zoo, device, triton_kernels, name: str) -> None:
     """A prompt in pieces, then trees; no launch races, and slopes take the general kernel."""
     layout = 16, 7, models.MAX_SEQ_LEN
