@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import fx
 
-from specc.artifact.weight_layout import UNITS, turned
+from specc.artifact.weight_layout import UNITS
 from specc.kernels import ops
 from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.lower.cpu.linear import inputs_of_blocks
@@ -90,12 +90,6 @@ def unpack_experts(program: Program) -> None:
         if not weight.in_blocks or len(weight.shape) != 3:
             continue
         program.weights[name] = weight = dataclasses.replace(weight, in_blocks=False)
-        if weight.is_turned:
-            shape, node = turned(weight.shape), program.placeholder(name)
-            for read in list(node.users):
-                replace(read, node)
-            node.meta["val"] = node.meta["val"].new_empty(shape)
-            program.weights[name] = dataclasses.replace(weight, shape=shape, is_turned=False)
 
 
 def _lower(product: fx.Node, blocks: fx.Node, outputs: int) -> None:
