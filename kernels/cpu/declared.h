@@ -112,7 +112,7 @@ consteval bool fits_schema(std::string_view name) {
   if (name == "specc::lookup")
     return std::is_same_v<Function, Two(T, T, T, T, int64_t, int64_t)>;
   if (name == "specc::masked_attention")
-    return std::is_same_v<Function, One(T, T, T, T, double)>;
+    return std::is_same_v<Function, One(T, T, T, T, double, double)>;
   if (name == "specc::merge_trees")
     return std::is_same_v<Function, Four(T, T, T)>;
   if (name == "specc::next_tokens")
@@ -410,8 +410,8 @@ constexpr const char* kSchemas[] = {
         "Tensor",
     "specc::lookup(Tensor history, Tensor block_table, Tensor cache_len, Tensor last_tokens, "
         "int ngram, int num_tokens) -> (Tensor tokens, Tensor parents)",
-    "specc::masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> "
-        "Tensor",
+    "specc::masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale, *, float "
+        "softcap=0.) -> Tensor",
     "specc::merge_trees(Tensor tokens, Tensor parents, Tensor start) -> (Tensor tokens, "
         "Tensor parents, Tensor image, Tensor count)",
     "specc::next_tokens(Tensor last_tokens, Tensor output_tokens, Tensor num_accepted) -> "

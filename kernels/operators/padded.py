@@ -84,19 +84,25 @@ DISTANCE_BIAS = Operator(
 )
 
 
-def _masked_attention_fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _masked_attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, softcap: float = 0.0
+) -> Tensor:
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def _masked_attention_onnx(emit: Any) -> Any:
-    def masked_attention(q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
-        return emit.op.Attention(q, k, v, mask, scale=scale)[0]
+    def masked_attention(
+        q: Any, k: Any, v: Any, mask: Any, scale: float, softcap: float = 0.0
+    ) -> Any:
+        cap = {"softcap": softcap} if softcap else {}
+        return emit.op.Attention(q, k, v, mask, scale=scale, **cap)[0]
 
     return masked_attention
 
 
 MASKED_ATTENTION = Operator(
-    "masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor",
+    "masked_attention(Tensor q, Tensor k, Tensor v, Tensor mask, float scale, *,"
+    " float softcap=0.0) -> Tensor",
     reference=padded.masked_attention_reference,
     fake=_masked_attention_fake,
     tokens=_PADDED,

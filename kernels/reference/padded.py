@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specc.kernels.reference.dense import capped
+
 
 def cache_write_reference(cache: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
     """A cache with the rows of a pass put into it.
@@ -72,7 +74,7 @@ def distance_bias_reference(
 
 
 def masked_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, softcap: float = 0.0
 ) -> Tensor:
     """Attend to the rows that a mask names.
 
@@ -83,6 +85,7 @@ def masked_attention_reference(
         mask: [B, 1, N, L] bool; True is attended to. Or [B, H, N, L] floating-point, which is
             added to the scores: a key with the least number of its dtype is not attended to.
         scale: factor of the scores.
+        softcap: see `capped`; before anything is added; 0 is none.
     Returns:
         [B, H, N, D] in the dtype of q; softmax and accumulation are in float32. A token that
         attends to nothing gets zeros.
@@ -91,7 +94,7 @@ def masked_attention_reference(
     batch, num_heads, num_tokens, head_dim = q.shape
     num_kv_heads, length = k.shape[1], k.shape[2]
     queries = q.float().reshape(batch, num_kv_heads, -1, head_dim)
-    scores = (queries @ k.float().transpose(2, 3)) * scale
+    scores = capped((queries @ k.float().transpose(2, 3)) * scale, softcap)
     scores = scores.view(batch, num_heads, num_tokens, length)
     if mask.is_floating_point():
         scores, mask = scores + mask.float(), mask > torch.finfo(mask.dtype).min

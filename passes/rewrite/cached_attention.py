@@ -103,7 +103,8 @@ class RewriteCachedAttention(Pass):
                     mask = biases.of(mask, slopes, scale, q.meta["val"].dtype)
                 # of a latent, the one row is key and value both
                 cached = caches[0], caches[-1]
-                attended = emit_call(graph, ops.masked_attention, q, *cached, mask, scale)
+                cap = {"softcap": layer.softcap} if layer.softcap else {}
+                attended = emit_call(graph, ops.masked_attention, q, *cached, mask, scale, **cap)
                 output = attended if latent is None else latent.expand(graph, attended)
                 if is_joined:
                     heads = emit_call(graph, aten.flatten.using_ints, attended, 0, 1)

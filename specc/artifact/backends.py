@@ -234,7 +234,7 @@ register(
     BackendFacts(
         "onnx", _DTYPES, "cpu", "padded", model_files=("onnx_file",),
         unrun_dtypes=("bfloat16",), quantized=("int8", "int4"), quantized_extras=_QUANTIZED_EXTRAS,
-        attention_extras=("slopes", "chunks", LATENT_ROWS), options=(*_RANKS, *_ROUNDS),
+        attention_extras=("softcap", "slopes", "chunks", LATENT_ROWS), options=(*_RANKS, *_ROUNDS),
     )
 )  # fmt: skip
 register(

@@ -245,6 +245,7 @@ def _masked_attention(rng: random.Random) -> Arguments:
         "v": _floats(dtype, batch, kv_heads, rows, 4),
         "mask": torch.rand(batch, 1, tokens, rows) < 0.5,
         "scale": 0.5,
+        "softcap": rng.choice((0.0, 2.0)),
     }
 
 

@@ -40,16 +40,20 @@ def test_attention_is_that_of_torch(
     torch.testing.assert_close(found.float(), wanted, rtol=DTYPES[dtype], atol=DTYPES[dtype])
 
 
-def test_attention_by_hand() -> None:
+@pytest.mark.parametrize("softcap", [0.0, 0.8])
+def test_attention_by_hand(softcap: float) -> None:
     """Head by head and token by token, in float64."""
     q, k, v, mask = operands(6, 2)
-    found = masked_attention_reference(q, k, v, mask, 0.5)
+    found = masked_attention_reference(q, k, v, mask, 0.5, softcap=softcap)
     for b in range(BATCH):
         for head in range(6):
             for node in range(5):
                 rows = mask[b, 0, node].nonzero()[:, 0]
                 keys, values = (x[b, head // 3, rows].double() for x in (k, v))
-                weights = torch.softmax(keys @ q[b, head, node].double() * 0.5, dim=0)
+                scores = keys @ q[b, head, node].double() * 0.5
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = torch.softmax(scores, dim=0)
                 wanted = weights @ values
                 torch.testing.assert_close(found[b, head, node].double(), wanted, **CLOSE)
 
