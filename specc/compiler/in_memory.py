@@ -66,6 +66,7 @@ class ShapeOptions:
             `dtype`.
         draft_quantization: the same for the draft, a head too, or `off`; None is as the target's,
             and a head in `dtype`.
+        weight_fragments: quantized weights are in the order of fragments where they may be.
     """
 
     plans: tuple[SpecPlan, ...]
@@ -79,6 +80,7 @@ class ShapeOptions:
     prefill_chunk: int | None = None
     quantization: str | None = None
     draft_quantization: str | None = None
+    weight_fragments: bool = False
 
     @property
     def max_seq_len(self) -> int:
@@ -179,7 +181,11 @@ def compile_shapes(
         draft.quantize = options.draft_quantization
     check_budgets(plans, limits.block_size, limits.max_seq_len)
     quantize, _, group = (options.quantization or "").partition("-g")
-    config = CompileConfig(quantize=quantize or None, quantize_group=int(group) if group else None)
+    config = CompileConfig(
+        quantize=quantize or None,
+        quantize_group=int(group) if group else None,
+        weight_fragments=options.weight_fragments,
+    )
     # layouts that weights of shapes have been measured in
     context = CompileContext(config, backend, plans, limits, phases, taps=taps, has_zeros=False)
     compiled, _ = compile_models(context, sources)

@@ -52,7 +52,10 @@ NEW_KERNELS = (
 )  # fmt: skip
 NEW_SANITIZED = ("attend_few", "attend_latent", "experts", "linear_q", "linear_q_fragments")
 # steps of commands D and E
-DENSE = ("8b-1b", "8b-1b int4", "8b-1b int8", "8b-1b fp8", "8b-1b int4 draft")
+DENSE = (
+    "8b-1b", "8b-1b int4", "8b-1b int4 fragments", "8b-1b int4 draft", "8b-1b int8 fragments",
+    "8b-1b fp8 fragments", "8b-1b int8", "8b-1b fp8",
+)  # fmt: skip
 SPARSE = ("30b-a3b mixture", "16b latent attention")
 # processes that trace beside the one that has the GPU
 TRACING = 6

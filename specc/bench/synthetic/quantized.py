@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.quantized_layout import QuantizedLayout, pack
 from specc.artifact.weight_layout import BLOCK
 
 # levels that rounding gives: int8 reaches -127, and two codes of e4m3 are NaN
@@ -23,6 +23,8 @@ _LEVELS = {
 }
 # what is compared at a time, which takes as much memory again
 _CHUNK_BYTES = 64 << 20
+# of a weight in fragments whose levels are drawn
+_PACKED_BLOCKS = 16
 
 
 def draw_blocks(out: Tensor, columns: int, layout: QuantizedLayout, spread: Tensor) -> None:
@@ -36,21 +38,52 @@ def draw_blocks(out: Tensor, columns: int, layout: QuantizedLayout, spread: Tens
             weights, 0 for what blocks have beyond the last output.
     """
     assert layout.kind in _LEVELS, "nobody asks --quantize for scales that are powers of two"
+    if layout.is_fragments:
+        _draw_fragments(out, columns, layout, spread)
+        return
     for part in out.split(max(1, _CHUNK_BYTES // out.shape[1])):
         _draw_levels(part, layout)
     blocks, groups = out.shape[0], layout.num_groups(columns)
     # one header for all columns, or one before the levels of each group
     step = layout.header_bytes + BLOCK * layout.group * layout.bits // 8
     headers = out.as_strided((blocks, groups, layout.header_bytes), (out.stride(0), step, 1))
-    scales = (spread / _deviation(layout)).view(blocks, 1, BLOCK).expand(-1, groups, -1)
-    if layout.kind == "int4":
-        is_negative = torch.randint(0, 2, scales.shape, dtype=torch.int8, device=out.device)
-        scales = scales * (1 - 2 * is_negative)
+    scales = _scales(spread, groups, layout)
     num_bytes = BLOCK * torch.float32.itemsize
     headers[..., :num_bytes] = scales.contiguous().view(torch.uint8)
     if layout.has_zeros:
         zeros = torch.full((BLOCK,), layout.middle, dtype=torch.int16, device=out.device)
         headers[..., num_bytes:] = zeros.view(torch.uint8)
+
+
+def _draw_fragments(out: Tensor, columns: int, layout: QuantizedLayout, spread: Tensor) -> None:
+    """Blocks in fragments: some are drawn and packed, others repeat their levels.
+
+    Packing billions of levels takes longer than what is timed with them.
+    """
+    blocks, groups = len(out), layout.num_groups(columns)
+    count = min(blocks, _PACKED_BLOCKS)
+    rows = count * BLOCK
+    levels = torch.empty(rows, columns * layout.bits // 8, dtype=torch.uint8)
+    _draw_levels(levels, layout)
+    if layout.bits == 4:
+        levels = torch.cat([levels & 15, levels >> 4], 1)
+    zeros = torch.full((rows, groups), layout.middle) if layout.has_zeros else None
+    packed = pack(levels, torch.ones(rows, groups), zeros, layout).to(out.device)
+    for first in range(0, blocks, count):
+        part = out[first : first + count]
+        part.copy_(packed[: len(part)])
+    scales = _scales(spread, groups, layout)
+    num_bytes = BLOCK * groups * torch.float32.itemsize
+    out[:, :num_bytes] = scales.contiguous().view(blocks, -1).view(torch.uint8)
+
+
+def _scales(spread: Tensor, groups: int, layout: QuantizedLayout) -> Tensor:
+    """[blocks, groups, 32] float32; those of int4 have signs, as its levels are not symmetric."""
+    scales = (spread / _deviation(layout)).view(-1, 1, BLOCK).expand(-1, groups, -1)
+    if layout.kind == "int4":
+        is_negative = torch.randint(0, 2, scales.shape, dtype=torch.int8, device=spread.device)
+        scales = scales * (1 - 2 * is_negative)
+    return scales
 
 
 def _draw_levels(out: Tensor, layout: QuantizedLayout) -> None:

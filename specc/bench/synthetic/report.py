@@ -52,6 +52,7 @@ class ShapesSettings:
     against: str | None
     quantize: str | None = None
     draft_quantize: str | None = None
+    weight_fragments: bool = False
 
 
 @dataclass

@@ -61,6 +61,7 @@ def estimate(options: ShapesOptions, common: BenchOptions, phases: PhaseTimer) -
         "batch_size": common.batch_size,
         "quantize": layout,
         "draft_quantize": of_draft,
+        "weight_fragments": options.weight_fragments,
     }
     with phases.phase("count nodes"):
         return make_estimate(programs, options.num_context, settings)

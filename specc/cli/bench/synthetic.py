@@ -166,6 +166,7 @@ def _shape_options(
         acceptance=None if acceptance is None else tuple(acceptance),
         quantization=layout,
         draft_quantization=of_draft,
+        weight_fragments=options.weight_fragments,
     )
 
 
@@ -209,6 +210,7 @@ def _settings(options: ShapesOptions, common: BenchOptions) -> ShapesSettings:
         against=TRANSFORMERS if common.against else None,
         quantize=layout,
         draft_quantize=of_draft,
+        weight_fragments=options.weight_fragments,
     )
 
 

@@ -55,7 +55,8 @@ def layout_words(settings: dict[str, Any]) -> list[str]:
     are_alike = of_draft is None and settings["draft"] not in HEADS
     whose = "projections" if are_alike else "projections of the target"
     kinds = {whose: settings["quantize"], "projections of the draft": of_draft}
-    return [f"{name} in {kind}" for name, kind in kinds.items() if kind not in (None, FLOATS)]
+    words = [f"{name} in {kind}" for name, kind in kinds.items() if kind not in (None, FLOATS)]
+    return [*words, "weights in fragments"] if settings["weight_fragments"] else words
 
 
 def _step_table(report: dict[str, Any]) -> Table:

@@ -193,6 +193,10 @@ class ShapesOptions:
     quantize_group: int | None = option(
         None, "Of weights in int4 or int8: how many columns share a scale: 32, 64 or 128."
     )
+    weight_fragments: bool = option(
+        False,
+        "With --synthetic: quantized weights in the order of specc compile --weight-fragments.",
+    )
     estimate: bool = option(
         False,
         "With --synthetic: nodes, bytes and estimated time of a step on an H200; needs no GPU and"
@@ -217,5 +221,6 @@ class ShapesOptions:
             "--quantize": self.quantize,
             "--draft-quantize": self.draft_quantize,
             "--quantize-group": self.quantize_group,
+            "--weight-fragments": self.weight_fragments or None,
             "--estimate": self.estimate or None,
         }

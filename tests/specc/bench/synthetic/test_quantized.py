@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -18,13 +19,16 @@ from specc.bench.synthetic.engine import make_engine
 from specc.bench.synthetic.quantized import draw_blocks
 from specc.bench.synthetic.report import weight_bytes
 from specc.bench.synthetic.weights import make_weights, shared_bytes
+from specc.compiler.in_memory import ShapeOptions, compile_shapes
 from specc.errors import ConfigError
-from tests.models import VOCAB
+from specc.progress import PhaseTimer
+from tests.models import VOCAB, tiny_config
 from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 from tests.specc.bench.synthetic.test_shapes import PROMPTS, compile_tiny, draw, generate
 from tests.tiers import every
 
 LAYOUTS = ["int8", "int8-g32", "int4-g32", "int4-g64", "int4-g128", "int4-g32-zeros", "fp8"]
+FRAGMENTS = ["int4-g64-fragments", "int4-g32-zeros-fragments", "int8-fragments", "fp8-fragments"]
 # what --quantize gives by default
 ASKED = ["int8", "int4-g64", "fp8"]
 # outputs that end within a block; columns of a short last group, whose last unit is short, too
@@ -41,8 +45,11 @@ def drawn(shape: tuple[int, int], layout: QuantizedLayout, spread: Tensor | None
     return out
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*itertools.product(LAYOUTS, SHAPES), *((name, SHAPES[0]) for name in FRAGMENTS)],
+    ids=str,
+)
 def test_drawn_values_have_the_spread_that_is_asked_for(name: str, shape: tuple[int, int]) -> None:
     """Of every output its own; the mean is zero, which a product of many columns would show."""
     layout = QuantizedLayout.named(name)
@@ -119,6 +126,23 @@ def logits_of(programs: BenchPrograms) -> Tensor:
             torch.arange(2, dtype=torch.int32)[None],
             torch.arange(count),
         )
+
+
+@pytest.mark.parametrize("layout", ASKED)
+def test_weights_are_in_fragments_where_that_is_asked_for(layout: str) -> None:
+    """With logits of the spread that blocks give."""
+    config = tiny_config("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    logits = []
+    for in_fragments in (False, True):
+        options = ShapeOptions(
+            (), "bfloat16", 2, 5, 24, "cuda", quantization=layout, weight_fragments=in_fragments
+        )
+        programs = compile_shapes("T", [config], options, PhaseTimer())
+        stored = [item for item in programs.models[0].program["inputs"] if "quantized_of" in item]
+        assert {item["layout"].endswith("fragments") for item in stored} == {in_fragments}
+        logits.append(logits_of(programs).float())
+    assert bool(logits[1].isfinite().all())
+    assert float(logits[1].std() / logits[0].std()) == pytest.approx(1, abs=0.25)
 
 
 @pytest.mark.default("int8-bfloat16")
