@@ -401,6 +401,7 @@ def test_the_command(tmp_path) -> None:
         "dtype": "bfloat16",
         "quantize": None,
         "draft_quantize": None,
+        "weight_fragments": False,
     }
     for text in ("nothing was measured", "assumed; to be measured", "off"):
         assert text in " ".join(result.output.split())
