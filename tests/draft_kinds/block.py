@@ -61,7 +61,6 @@ class SelectorRig(BlockRig):
         lines=(
             "draft_0 is a block drafter (dflash2, files of z-lab): it reads the target at",
             "logits depend on the token before, times hidden states, among the 7 best of each row",
-            "convolutions over 2 rows of a block, 8 channels with one factor",
         ),
     )  # fmt: skip
 

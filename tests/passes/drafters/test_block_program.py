@@ -33,7 +33,7 @@ from tests.passes.drafters.conftest import filled
 from tests.tiers import only
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-BLOCK, BLOCKS = 4, 6
+BLOCK, BLOCKS = 4, 8
 TARGET = TargetFacts("the target", WIDTH, LAYERS, VOCAB)
 
 

@@ -19,9 +19,9 @@ from tests.runtime.draft_cases import SIZES
 from tests.runtime.head_rig import BLOCK, TREE, load, prompts_of, serve
 
 _KINDS = ("rig", "eagle3", "peagle", "block", "medusa", "test_hydra")
-# MTP modules have targets of their own, see `test_hybrid_architectures.py`; heads with an attention
-# layer before Hydra's are for Llama alone
-RIGS = [rig for rig in all_rigs() if rig.kind not in ("mtp", "hydra_prefix")]
+# MTP modules and assistants have targets of their own, see `test_hybrid_architectures.py`; heads
+# with an attention layer before Hydra's are for Llama alone
+RIGS = [rig for rig in all_rigs() if rig.kind not in ("mtp", "gemma4_assistant", "hydra_prefix")]
 _LAYERS = ["conv", "full_attention"] * (SIZES["num_hidden_layers"] // 2)
 
 
