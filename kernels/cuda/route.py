@@ -71,7 +71,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """See `route_reference`, which runs for more experts than a program compares."""
     chosen = (scores, top_k, normalize, eps, scale, groups, top_groups, group_best)
-    _check(x, weight, bias, correction, *chosen)
+    _check(x, weight, bias, correction, scores, top_k, groups, top_groups, group_best)
     num_experts = weight.shape[0]
     if num_experts > BLOCKS_EXPERTS[-1] or top_k > MOST_CHOSEN:
         return route_reference(x, weight, bias, correction, *chosen)
@@ -111,9 +111,6 @@ def _check(
     correction: Tensor | None,
     scores: str,
     top_k: int,
-    normalize: bool,
-    eps: float,
-    scale: float,
     groups: int,
     top_groups: int,
     group_best: int,
@@ -248,10 +245,7 @@ def _softmax(b_x, m_x):
     return b_x / tl.sum(b_x, 1)[:, None]
 
 
-@triton.jit(do_not_specialize=[
-    "num_rows", "num_experts", "steps", "top_k", "normalize", "group_size", "groups", "top_groups",
-    "group_best",
-])  # fmt: skip
+@triton.jit(do_not_specialize=_INTEGERS)
 def _route_kernel(
     x,
     weight,

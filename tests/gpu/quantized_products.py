@@ -15,7 +15,8 @@ from specc.kernels.cuda.few_rows_tiles import FRAGMENTS, Tile, quantized_tiles
 
 FIRST = "int4-g128"
 KINDS = (FIRST, "int8", "fp8", "mxfp4", "int4-g32")
-ROWS, EVEN_ROWS = (1, 6, 16), (1, 6, 16, 32)
+# of products whose results are compared
+CHECKED_ROWS = (1, 6, 16, 32)
 # by the names of `few_rows`' operators: outputs and columns, of Llama 3.1 8B and 3.2 1B
 SHAPES = {
     "8b qkv": (6144, 4096), "8b o": (4096, 4096), "8b gate_up": (28672, 4096),

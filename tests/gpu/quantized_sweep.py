@@ -30,8 +30,8 @@ from specc.kernels.cuda.few_rows_tiles import Tile, quantized_tiles
 from specc.kernels.cuda.launch import dependent_launches
 from tests.gpu.graph_timer import launch_nothing
 from tests.gpu.quantized_products import (
+    CHECKED_ROWS,
     DTYPE,
-    EVEN_ROWS,
     FIRST,
     KINDS,
     OUTPUTS,
@@ -128,10 +128,10 @@ class QuantizedSweep(Sweep):
         return len(found) == len(CHECKED) and all(found)
 
     def _check(self, kind: str, shape: str, right: list[bool]) -> dict[str, Any]:
-        weight, x = self.weight(kind, shape), self.x(shape, max(EVEN_ROWS))
+        weight, x = self.weight(kind, shape), self.x(shape, max(CHECKED_ROWS))
         alone: dict[Any, Tensor] = {}
         items = []
-        for rows in EVEN_ROWS:
+        for rows in CHECKED_ROWS:
             wanted = x[:rows].float() @ weight.values.T
             wanted = wanted.repeat(1, SHAPES[shape][0] // OUTPUTS).to(DTYPE)
             tile = candidates(kind, rows)[0]
@@ -266,7 +266,7 @@ class QuantizedSweep(Sweep):
 
     def x(self, shape: str, rows: int) -> Tensor:
         dice = torch.Generator().manual_seed(7)
-        rows_of = torch.randn(max(EVEN_ROWS), SHAPES[shape][1], generator=dice)
+        rows_of = torch.randn(max(CHECKED_ROWS), SHAPES[shape][1], generator=dice)
         return rows_of[:rows].to(self.graphs.device, DTYPE).contiguous()
 
     def weight(self, kind: str, shape: str) -> Weight:

@@ -85,11 +85,10 @@ def _pack(program: Program, source: fx.Node) -> None:
 
 
 def unpack_experts(program: Program) -> None:
-    """Undo what `PackExperts` does to a program: it reads the matrices that parameters have."""
+    """Undo the marks of `PackExperts`; which way a weight lies stays, and cuts go by it."""
     for name, weight in program.weights.items():
-        if not weight.in_blocks or len(weight.shape) != 3:
-            continue
-        program.weights[name] = weight = dataclasses.replace(weight, in_blocks=False)
+        if weight.in_blocks and len(weight.shape) == 3:
+            program.weights[name] = dataclasses.replace(weight, in_blocks=False)
 
 
 def _lower(product: fx.Node, blocks: fx.Node, outputs: int) -> None:
