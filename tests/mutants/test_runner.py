@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.mutants.__main__ import main
-from tests.mutants.mutant import Mutant, MutantError, check_mutant, read_mutants
+from tests.mutants.mutant import Mutant, MutantError, check_mutant, file_of, read_mutants
 from tests.mutants.tree_copy import TreeCopy
 
 CODE = """
@@ -200,7 +200,6 @@ def test_known_results_are_taken_over(toy, capfd):
         (_entry("a", "x", "y", "test_double"), "not once"),
         (_entry("a", "2 * x", "2 * x  # twice", "test_double"), "nothing changes"),
         (_entry("a", "2 * x", "2 *", "test_double"), "would not parse"),
-        (_entry("a", "2 * x", "3 * x", "test_nothing"), "there is no tests/test_code.py"),
         (_entry("a", "2 * x", "3 * x", "test_double", "speed = 1"), "unknown: speed"),
         (_entry("a", "2 * x", "3 * x", "test_double", "ends = 'well'"), "ends is one of"),
         (_entry("a", "2 * x", "3 * x", "test_double") * 2, "Cannot overwrite a value"),
@@ -216,7 +215,6 @@ def test_known_results_are_taken_over(toy, capfd):
         "often",
         "comment",
         "syntax",
-        "test",
         "key",
         "end",
         "name",
@@ -252,7 +250,7 @@ def test_a_copy_has_what_git_does_not_ignore(toy):
 
 
 def test_all_mutants_of_specc_apply():
-    """Each one replaces text that occurs once, changes what the file says, and names tests.
+    """Each one replaces text that occurs once, and changes what the file says.
 
     That it would parse, the next test sees.
     """
@@ -264,6 +262,23 @@ def test_all_mutants_of_specc_apply():
         except MutantError as error:
             problems.append(str(error))
     assert not problems, "\n".join(problems)
+
+
+def test_pytest_knows_all_tests_that_mutants_of_specc_name():
+    """With their parameters: one that is none of its file is never run."""
+    directory = Path(__file__).parent
+    named = {test for mutant in read_mutants(directory) for test in mutant.tests}
+    known = _node_ids(directory.parents[1], sorted({file_of(test) for test in named}))
+    missing = named - known - {test.partition("[")[0] for test in known}
+    assert not missing, "\n".join(sorted(missing))
+
+
+def _node_ids(root: Path, files: list[str]) -> set[str]:
+    """All tests of these files, slow ones too."""
+    command = [sys.executable, "-P", "-m", "pytest", "--collect-only", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return {line for line in done.stdout.splitlines() if "::" in line}
 
 
 def test_no_mutant_of_specc_names_what_is_not_there(tmp_path):
