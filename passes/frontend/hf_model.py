@@ -16,7 +16,7 @@ from specc.artifact.decoders.gguf_file import GGUFReader
 from specc.errors import ModelNotFoundError, NotCausalLMError, SpeccError
 from specc.passes.frontend.config_numbers import check_heads, check_numbers
 from specc.passes.frontend.gguf_ends import end_token_ids
-from specc.passes.frontend.model_types import check_layers_of, known_type
+from specc.passes.frontend.model_types import causal_class, check_layers_of, known_type
 from specc.passes.frontend.rotary import by_its_name, constant_length
 from specc.passes.frontend.text_part import is_wrapper, text_config, whole_config
 from specc.system.json_file import read_json
@@ -99,7 +99,6 @@ def load_config(path: Path) -> Any:
         UnsupportedRotaryError: a rotary scaling that transformers cannot read.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     needed = "the configuration of a causal language model (…ForCausalLM)"
     do = "check config.json, or update transformers"
@@ -125,8 +124,8 @@ def load_config(path: Path) -> Any:
         raise NotCausalLMError(f"{path}: config.json: {_reason(error)}", needed, do) from error
     if (text := text_config(config, names[0] if names else "")) is not None:
         config, names = text, []
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    is_causal = known is not None and (not names or names[0].endswith(_CAUSAL_SUFFIXES))
+    is_causal = causal_class(config.model_type) is not None
+    is_causal &= not names or names[0].endswith(_CAUSAL_SUFFIXES)
     is_causal |= whole_config(config) is not None
     if not is_causal:
         raise NotCausalLMError(
@@ -168,12 +167,16 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
     whole = whole_config(config)
-    kind: Any = AutoModelForCausalLM
-    if whole is not None:
-        config, kind = whole, AutoModelForImageTextToText
+    config, kind = whole or config, AutoModelForCausalLM
+    if whole is not None or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None:
+        kind = AutoModelForImageTextToText
     # some versions of transformers drop the softcap under sdpa without a word
     softcap = getattr(config, "attn_logit_softcapping", None)
     with quiet_transformers(), torch.device("meta"):

@@ -8,22 +8,20 @@ trace such a model takes minutes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from specc.errors import NotCausalLMError, UnsupportedAttentionError
+from specc.passes.frontend.recurrence_functions import are_known
 
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-# kinds of layers that keep a state, or go token by token, in models whose convolutions and
-# recurrences `recurrence_functions` knows
+# kinds of layers that keep a state, or go token by token, beside convolutions and recurrences that
+# `recurrence_functions` knows
 _STATES = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
-_WITH_STATES = frozenset(
-    (
-        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid",
-        "kimi_linear", "lfm2", "lfm2_moe", "mamba2", "bamba", "falcon_h1", "granitemoehybrid",
-        "nemotron_h", "zamba2",
-    )
-)  # fmt: skip
+# models whose attention is causal in what they write alone; transformers' code would be traced
+# without a word
+_PREFIXES = frozenset({"paligemma"})
 # what there is no operator for
 _MAMBA1 = "the selective scan of Mamba-1, where each column of a state has its own decay"
 _MISSING = {
@@ -41,12 +39,19 @@ def known_type(raw: Mapping[str, Any], name: str) -> str:
     Args:
         raw: contents of config.json.
     Raises:
-        NotCausalLMError: transformers does not know it, nor the class that the file names.
+        NotCausalLMError: transformers does not know it, nor the class that the file names; or a
+            prompt's attention is not causal.
     """
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     own = raw.get("model_type")
+    if own in _PREFIXES:
+        raise NotCausalLMError(
+            f"{name}: config.json: {own}, where tokens of a prompt see the later ones",
+            "a model whose tokens see those before them",
+            "pass a causal language model",
+        )
     if own in CONFIG_MAPPING:
         return str(own)
     classes = raw.get("architectures") or [None]
@@ -62,6 +67,22 @@ def known_type(raw: Mapping[str, Any], name: str) -> str:
     )
 
 
+def causal_class(model_type: str) -> str | None:
+    """Name of the class of transformers of a causal language model, or None.
+
+    Some are among those that also take images (`mistral4`).
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    if (found := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)) is not None:
+        return str(found)
+    other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, "")
+    return str(other) if str(other).endswith("ForCausalLM") else None
+
+
 def check_layers_of(config: Any, name: str) -> None:
     """Refuse what is neither attention to all keys, a window or chunks, nor a known recurrence.
 
@@ -71,8 +92,9 @@ def check_layers_of(config: Any, name: str) -> None:
         UnsupportedAttentionError: layers with another state, or attention to keys that are chosen.
     """
     kinds = _field(config, "layer_types") or ()
-    known = _ATTENTION | (_STATES if config.model_type in _WITH_STATES else frozenset())
-    others = [kind for kind in kinds if isinstance(kind, str) and kind not in known]
+    others = [kind for kind in kinds if isinstance(kind, str) and kind not in _ATTENTION]
+    if others and _has_operators(config):
+        others = [kind for kind in others if kind not in _STATES]
     # a model without layers of attention may not say of which kind they are
     if not kinds and _field(config, "num_attention_heads") is None:
         others = ["no attention"]
@@ -85,6 +107,14 @@ def check_layers_of(config: Any, name: str) -> None:
             " delta rules (KDA, too), and scans of Mamba-2",
             "pass a model of such layers",
         )
+
+
+def _has_operators(config: Any) -> bool:
+    """Whether the file of a model has convolutions or recurrences, and operators compute them."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return kind is not None and are_known(vars(sys.modules[kind.__module__]))
 
 
 def _field(config: Any, key: str) -> Any:

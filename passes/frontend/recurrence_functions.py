@@ -189,16 +189,24 @@ def _refused(piece: str, file: Mapping[str, Any], *args: Any, **kwargs: Any) -> 
 
 _MAMBA1 = "the selective scan of Mamba-1, where each column of a state has its own decay"
 # as the files of models call them → what they become
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_KNOWN: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": causal_conv,
     "torch_chunk_gated_delta_rule": delta_rule,
     "chunk_gated_delta_rule": delta_rule,
     "chunk_kimi_delta_attention": delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
-    **dict.fromkeys(
-        ("mamba_selective_scan", "mamba_inner_fn"), functools.partial(_refused, _MAMBA1)
-    ),
 }
+_REFUSED = ("mamba_selective_scan", "mamba_inner_fn")
+_FUNCTIONS = _KNOWN | dict.fromkeys(_REFUSED, functools.partial(_refused, _MAMBA1))
+
+
+def are_known(file: Mapping[str, Any]) -> bool:
+    """Whether a model's file has convolutions or recurrences, and none that are refused.
+
+    Args:
+        file: its names.
+    """
+    return not file.keys().isdisjoint(_KNOWN) and file.keys().isdisjoint(_REFUSED)
 
 
 def _check(what: str, arguments: Mapping[str, Any]) -> None:

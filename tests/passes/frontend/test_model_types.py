@@ -65,7 +65,7 @@ def test_a_type_that_nobody_knows(tmp_path: Path, fields: dict[str, Any]) -> Non
         ("recurrent_gemma", "linear_attention: RG-LRU"),
         ("minimax", "linear_attention: lightning attention"),
         ("rwkv", "no attention: WKV"),
-        ("bailing_hybrid", "linear_attention"),
+        ("qwen4_exp_text", "indexed_attention"),
         ("deepseek_v32", "indexed_attention"),
         ("deepseek_v4", "heavily_compressed_attention"),
     ],
@@ -83,6 +83,12 @@ def test_layers_that_are_refused(tmp_path: Path, model_type: str, found: str) ->
 def test_architectures_that_are_compiled(tmp_path: Path, name: str) -> None:
     models.tiny_config(name).save_pretrained(tmp_path)
     assert hf_model.load_config(tmp_path).model_type
+
+
+def test_prompts_whose_tokens_see_later_ones(tmp_path: Path) -> None:
+    """Traced with text alone, the model is causal, and not what transformers generates with it."""
+    with pytest.raises(NotCausalLMError, match="a prompt see the later ones"):
+        hf_model.load_config(write(tmp_path, {"model_type": "paligemma"}))
 
 
 def test_a_tokenizer_that_is_code(tmp_path: Path) -> None:
