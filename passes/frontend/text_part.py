@@ -22,6 +22,7 @@ _WHOLE = "_specc_whole"
 # of newer checkpoints, then of older ones; what has none of them is not read, but for the head
 _PREFIXES = (
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),

@@ -113,10 +113,31 @@ class Normalize(Pass):
                     continue
             result.rewrites += 1
         result.rewrites += join_copies(graph) + write_slices(graph, _FUNCTIONAL)
+        result.rewrites += _fill_by_masks(graph)
         result.rewrites += _drop_dead(graph)
         program.graph_module.delete_all_unused_submodules()
         _refuse_nested(program)
         return result
+
+
+def _fill_by_masks(graph: fx.Graph) -> int:
+    """`x[mask] = number` → `where(mask, number, x)`; returns how many.
+
+    Wrappers write tokens of images over so, before they are looked up.
+    """
+    count = 0
+    for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
+        bound = bind_args(node)
+        x, (mask, *others), value = bound["self"], bound["indices"], bound["values"]
+        shape = x.meta["val"].shape
+        is_mask = not others and mask is not None and mask.meta["val"].dtype == torch.bool
+        is_mask = is_mask and mask.meta["val"].shape == shape
+        if not is_mask or value.meta["val"].dim() or bound["accumulate"]:
+            continue
+        with graph.inserting_before(node):
+            replace(node, emit_call(graph, aten.where.self, mask, value, x))
+        count += 1
+    return count
 
 
 def _refuse_nested(program: Program) -> None:

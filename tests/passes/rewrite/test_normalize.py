@@ -138,6 +138,34 @@ def test_updates_become_functional():
     assert_same_numbers(program, model)
 
 
+class MaskedFill(Tiny):
+    def after(self, x, positions):
+        ids = positions.clone()
+        ids[(positions == 3) | (positions > 5)] = 1
+        return x * ids[..., None]
+
+
+def test_numbers_behind_a_mask_become_a_choice():
+    model, program, _ = run(MaskedFill)
+    assert not program.calls(aten.index_put.default)
+    assert len(program.calls(aten.where.self)) == 1
+    assert_same_numbers(program, model)
+
+
+def test_masks_of_rows_stay():
+    """Each row is written over as a whole: its mask has no columns."""
+
+    class Rows(Tiny):
+        def after(self, x, positions):
+            x = x.clone()
+            x[positions > 3] = 0.5
+            return x
+
+    _, program, _ = run(Rows)
+    assert program.calls(aten.index_put.default)
+    assert not program.calls(aten.where.self)
+
+
 class ReadAgain(Tiny):
     def after(self, x, positions):
         x = x * 1.0
