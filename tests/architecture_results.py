@@ -58,8 +58,8 @@ _TAIL = """
 
 Of a checkpoint of `…ForConditionalGeneration` the language model is compiled, and the command says
 that images and sound are not taken. Where transformers has a causal language model of its
-`text_config` (Gemma 3, Llama 4, Mistral 3, Qwen3.5), it is that; where it has none (Qwen2-VL,
-Qwen2.5-VL, Qwen3-VL), the complete model is traced with text alone
+`text_config` (Gemma 3, Llama 4, Mistral 3, Qwen3.5, SmolVLM), it is that; where it has none
+(Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Muse Glimmer), the complete model is traced with text alone
 (`tests/runtime/test_text_part.py`).
 
 ## Latent attention

@@ -42,6 +42,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"conv_bias": True, "block_multiple_of": 16}
         | _UNTIED,
     ),
+    # convolutions of seven tokens, a window, gates of heads, norms behind each part
+    "lfm3": (
+        "Lfm3Config",
+        _COMMON
+        | {"num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", _FULL, "conv"]}
+        | {"head_dim": 16, "sliding_window": 16}
+        | _UNTIED,
+    ),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         _COMMON
@@ -95,6 +103,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     ),
+    # Ling 3: KDA whose decays have a bound, latent attention, a router of groups
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        _COMMON
+        | {"num_hidden_layers": 3, "layer_types": [_LINEAR, _FULL, _LINEAR]}
+        | {"head_dim": 16, "num_key_value_heads": 4, "num_mtp_layers": 0}
+        | {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
     "zamba2": (
         "Zamba2Config",
         _COMMON
@@ -108,9 +126,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 # standard deviation of embeddings, beside which layers decide about half of the tokens
 _EMBEDDINGS = {
     "qwen3_next_hybrid": 12.0, "qwen3_5": 12.0, "qwen3_5_moe": 12.0, "lfm2": 20.0,
-    "lfm2_moe": 20.0, "granite4_hybrid": 14.0, "nemotron_h": 6.0, "falcon_h1": 40.0,
+    "lfm3": 20.0, "lfm2_moe": 20.0, "granite4_hybrid": 14.0, "nemotron_h": 6.0, "falcon_h1": 40.0,
     "falcon_h1_norm": 14.0, "mamba2": 5.0, "bamba": 13.0, "olmo_hybrid": 15.0,
-    "kimi_linear": 14.0, "zamba2": 10.0,
+    "kimi_linear": 14.0, "bailing_hybrid": 14.0, "zamba2": 10.0,
 }  # fmt: skip
 # those of the default tier: the delta rule, convolutions alone, the scan of Mamba-2
 COVERING = ("qwen3_next_hybrid", "lfm2", "nemotron_h")

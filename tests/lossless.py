@@ -111,10 +111,8 @@ class Zoo:
         return Reference(known.tokens[:num_tokens], known.logits[:num_tokens])
 
     def _reference_model(self, name: str, dtype: str = "float32", **changes: Any) -> Any:
-        from transformers import AutoModelForCausalLM
-
         path = self.checkpoint(name, **changes)
-        return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+        return models.read_model(name, path, getattr(torch, dtype))
 
     def _checkpoint(self, name: str, draft: str = "target", **changes: Any) -> Path:
         noise = models.draft_noise(name) if draft == "noisy" else 0.0

@@ -133,9 +133,7 @@ def tiny_config(name: str, **changes: Any) -> Any:
 
 def build_model(name: str, seed: int = 0, noise: float = 0.0, **changes: Any) -> Any:
     """A model in float32 whose parameters are all drawn from the seed, and then disturbed."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(tiny_config(name, **changes), dtype=torch.float32)
+    model = _auto_class(name).from_config(tiny_config(name, **changes), dtype=torch.float32)
     generator = torch.Generator().manual_seed(1000 + seed)
     other = torch.Generator().manual_seed(2000 + seed)
     with torch.no_grad():
@@ -147,6 +145,22 @@ def build_model(name: str, seed: int = 0, noise: float = 0.0, **changes: Any) ->
         if name in more_models.CONFIGS or name in HYBRIDS:
             more_models.draw_buffers(model, generator)
     return model.eval()
+
+
+def read_model(name: str, directory: Path, dtype: torch.dtype) -> Any:
+    """Transformers' model of a checkpoint of one of these."""
+    return _auto_class(name).from_pretrained(directory, dtype=dtype).eval()
+
+
+def _auto_class(name: str) -> Any:
+    """The class of transformers that knows these; some are among models that take images, too."""
+    import transformers
+
+    kind = type(tiny_config(name))
+    is_known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None) is not None
+    return (
+        transformers.AutoModelForCausalLM if is_known else transformers.AutoModelForImageTextToText
+    )
 
 
 def _spread_of(name: str) -> Callable[[str, str, Tensor], tuple[float, float]]:

@@ -259,6 +259,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_layers": [1, 2]}
         | _UNTIED,
     ),
+    # layers of different numbers of heads, each with a gate
+    "laguna": (
+        "LagunaConfig",
+        _WITH_DIM
+        | _EXPERTS
+        | _MIXED
+        | {"num_attention_heads_per_layer": [4, 8], "shared_expert_intermediate_size": 48},
+    ),
+    "hy_v3": ("HYV3Config", _WITH_DIM | _EXPERTS),
+    "afmoe": ("AfmoeConfig", _WITH_DIM | _EXPERTS | _MIXED | {"num_dense_layers": 1}),
+    "exaone_moe": ("ExaoneMoeConfig", _WITH_DIM | _EXPERTS | _MIXED),
+    "flex_olmo": ("FlexOlmoConfig", COMMON | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "solar_open": ("SolarOpenConfig", _WITH_DIM | _ROUTED),
+    # among transformers' models that also take images
+    "mistral4": (
+        "Mistral4Config",
+        COMMON
+        | _ROUTED
+        | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
         COMMON
