@@ -23,7 +23,7 @@ from specc.kernels.cuda.attend_softmax import LOG2E, capped, end_softmax, start_
 # keys of each of the first SPLITS splits; those of the next SPLITS are twice as long, and so on
 FIRST_KEYS = tl.constexpr(128)
 SPLITS = tl.constexpr(16)
-# splits that a cache of 2^31 rows would have are fewer
+# splits that a program looks at: those of 2^27 keys
 MOST_SPLITS = tl.constexpr(256)
 # parts that are loaded at a time
 MERGED = tl.constexpr(4)

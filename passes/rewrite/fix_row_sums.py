@@ -42,8 +42,9 @@ class FixRowSums(Pass):
         for node in program.calls(ops.attend):
             _fix_attention(node)
             result.rewrites += 1
-        for node in program.graph.find_nodes(op="call_function"):
-            _check(node)
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                _check(node)
         return result
 
 

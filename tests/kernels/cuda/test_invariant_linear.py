@@ -53,16 +53,6 @@ def test_no_rows(device):
     assert invariant_linear(**operands).shape == (0, 6)
 
 
-@pytest.mark.parametrize("tiles", TILES.values(), ids=map(str, TILES))
-def test_warps_are_too_few_for_other_instructions(tiles):
-    """Triton multiplies 64 rows by four warps or more in wgmma or tcgen05."""
-    few, many = tiles
-    assert few.block_m == 16
-    assert all(tile.block_m < 64 or tile.num_warps < 4 for tile in tiles) or few.block_k == 32
-    assert {few.splits, many.splits} == {1}
-    assert {few.form, many.form} == {"dot"}
-
-
 @pytest.mark.parametrize(
     ("change", "found"),
     [({"weight": torch.zeros(8, 15)}, "found weight"), ({"bias": torch.zeros(7)}, "found bias")],
