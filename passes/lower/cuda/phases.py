@@ -31,6 +31,7 @@ from specc.passes.rewrite.widen_ancestors import WidenAncestors
 
 # what joins products with what stands around them
 _JOINED = "products"
+_ATTENTION = (ops.attend, ops.invariant_attend, ops.tree_attention)
 # what to count with, for every dynamic size; one token would make some copies look like none
 _ENTRIES = 8
 
@@ -79,7 +80,7 @@ def launches(program: Program) -> list[fx.Node]:
 def launches_per_layer(program: Program) -> tuple[int, ...]:
     """Launches of each layer but the first, from after one attention to the end of the next."""
     nodes = launches(program)
-    ends = [i for i, node in enumerate(nodes) if node.target in (ops.attend, ops.tree_attention)]
+    ends = [i for i, node in enumerate(nodes) if node.target in _ATTENTION]
     return tuple(after - before for before, after in itertools.pairwise(ends))
 
 
