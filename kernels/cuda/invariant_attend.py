@@ -88,19 +88,22 @@ def invariant_attend(
     softcap: float = 0.0,
     rounds_bias: bool = False,
     chunk: int = 0,
-    is_split: bool | None = None,
 ) -> Tensor:
-    """As `attend_reference`; ancestors have to be those of a tree.
-
-    `is_split` says whether every split of the keys has a program; None: where there is room for
-    their parts.
-    """
+    """As `attend_reference`; ancestors have to be those of a tree."""
     call = AttendCall(
         q, k_cache, v_cache, v_cache.shape[3], q_start, position, slot, cache_len, ancestors,
         block_table, scale, window, sink, None, sink_logits, softcap, slopes, rounds_bias, chunk,
     )  # fmt: skip
+    return run(call)
+
+
+def run(call: AttendCall, is_split: bool | None = None) -> Tensor:
+    """Attend; `is_split` says whether each split of the keys has a program of its own.
+
+    None: where there is room for their parts. The result is the same to the last bit.
+    """
     check_heads(call)
-    out = q.new_empty(call.num_tokens, call.num_heads, call.value_dim)
+    out = call.q.new_empty(call.num_tokens, call.num_heads, call.value_dim)
     if call.num_tokens == 0 or call.num_seqs == 0:
         return out.zero_().transpose(0, 1)
     _launch(call, out, is_split)

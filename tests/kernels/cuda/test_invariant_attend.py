@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from specc.kernels.cuda import invariant_attend as module
+from specc.kernels.cuda.attend_call import AttendCall
 from specc.kernels.cuda.invariant_attend import invariant_attend, splits_of
 from specc.kernels.cuda.invariant_attend_kernels import FIRST_KEYS, MOST_SPLITS, SPLITS
 from specc.kernels.cuda.launch import even_tokens
@@ -46,7 +48,10 @@ ALL = CASES | SCORED
 
 
 def run(is_split: bool, call: Call, splits: int | None = None) -> Tensor:
-    return invariant_attend(*call.args, **call.options, is_split=is_split)
+    q, k_cache, v_cache, *places = call.args
+    options = {"window": 0, "sink": 0, "num_splits": None} | call.options
+    made = AttendCall(q, k_cache, v_cache, v_cache.shape[3], *places, **options)  # type: ignore
+    return module.run(made, is_split)
 
 
 @pytest.mark.default(
@@ -145,15 +150,15 @@ def attended(
         counts, lengths = [0, *counts], [-1, *lengths]
         table = torch.cat((table[:1], table))
     starts = [sum(counts[:b]) for b in range(len(counts) + 1)]
-    out = invariant_attend(
+    args = (
         torch.cat([rows.q for rows in batch]).transpose(0, 1), *caches,
         torch.tensor(starts, dtype=torch.int32),
         torch.tensor([x for rows in batch for x in rows.position]),
         torch.tensor([x for rows in batch for x in rows.slot], dtype=torch.int32),
         torch.tensor(lengths, dtype=torch.int32),
         None if words is None else torch.tensor(words), table,
-        **heads.options, is_split=is_split,
     )  # fmt: skip
+    out = run(is_split, Call(args, heads.options))
     return list(out.split([len(rows.q) for rows in batch], dim=1))
 
 
@@ -294,6 +299,26 @@ def test_even_batches_are_the_same() -> None:
     with even_tokens():
         found = attended(heads, batch, True)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_parts_have_room(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Splits have programs of their own where memory was planned for what these leave."""
+    case = Case(((2, 150), (2, 30)), True, BF16, (2, 1), (16, 16))
+    shared: list[int] = []
+    counters = module.counters
+
+    def counted(cache: Tensor, count: int) -> Tensor:
+        shared.append(count)
+        return counters(cache, count)
+
+    monkeypatch.setattr(module, "counters", counted)
+    call = make_call(case, device)
+    # two splits of each of two tiles of 16 rows
+    for rows, wanted in ((2 * 2 * 16, [2]), (2 * 2 * 16 - 1, [])):
+        shared.clear()
+        monkeypatch.setattr(module, "SPLIT_ROWS", rows)
+        check_call(case, call, lambda x, _: invariant_attend(*x.args, **x.options))
+        assert shared == wanted
 
 
 def test_no_tokens(device: torch.device) -> None:

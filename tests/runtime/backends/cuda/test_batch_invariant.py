@@ -16,6 +16,7 @@ import pytest
 from specc.artifact.directory import read_manifest
 from specc.cli.render import weight_lines
 from specc.config import CompileConfig
+from specc.errors import ConfigError
 from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -110,3 +111,24 @@ def test_graphs_say_the_same(compiled: Compiled) -> None:
     ]
     assert told[0] == told[1]
     assert any("same bits" in line for line in weight_lines(read_manifest(path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "found", "do"),
+    [
+        ("minicpm3", {}, "attention over latents", "pass --mla-cache expanded"),
+        ("qwen3", {"quantize": "int8"}, "specc.linear_q.default", "pass --backend cpu"),
+        ("mixtral", {}, "specc.route.default", "pass --backend cpu"),
+        ("lfm2", {}, "specc.tree_conv.default", "pass --backend cpu"),
+    ],
+    ids=["latents", "integers", "mixtures", "states"],
+)
+def test_what_has_no_order_is_refused(
+    name: str, options: dict[str, Any], found: str, do: str, zoo: Zoo, tmp_path: Path
+) -> None:
+    config = CompileConfig(
+        batch_invariant=True, backend="cuda", probe=False, max_seq_len=32, **options
+    )
+    with pytest.raises(ConfigError, match=f"--batch-invariant, and {found}") as raised:
+        engines.build(zoo.checkpoint(name), [], tmp_path / "engine", config)
+    assert raised.value.do.startswith(do)
