@@ -16,6 +16,10 @@ _BY_ROW = (
     ops.rms_norm, ops.add_rms_norm, ops.act_and_mul, ops.rope_write, ops.write_kv, ops.write_rows,
     ops.lookup, ops.invariant_linear, ops.invariant_attend,
 )  # fmt: skip
+# Triton compiles a kernel anew where strides are multiples of so many, which those of a lone row, 0,
+# are in any case: the same row would be summed up in another order among others
+_ALIGNED = 16
+_NORMS = (ops.rms_norm, ops.add_rms_norm)
 # these say what drafts may look at: logits do not depend on them
 _FOR_DRAFTS = (ops.block_mass,)
 # of torch's operators those that add up. Its `layer_norm` is none of them: it has one block of
@@ -68,6 +72,10 @@ def _replace(node: fx.Node, target: object, bound: dict[str, object]) -> None:
 
 def _check(node: fx.Node) -> None:
     name = target_name(node.target)
+    if node.target in _NORMS:
+        columns = bind_args(node)["x"].meta["val"].shape[-1]
+        if columns % _ALIGNED:
+            raise _refusal(node, f"a norm of {columns} columns", "pass --backend cpu")
     if name.startswith("specc."):
         is_known = node.target in (*_BY_ROW, *_FOR_DRAFTS)
     else:
@@ -81,6 +89,7 @@ def _refusal(node: fx.Node, what: str, do: str) -> ConfigError:
     return ConfigError(
         f"--batch-invariant, and {what} in {where or node.name}: on backend cuda its sums have an"
         " order that goes by what else is in a pass",
-        "products by weights that are not quantized, attention over keys and values, and norms",
+        "products by weights that are not quantized, attention over keys and values, and norms of"
+        f" multiples of {_ALIGNED} columns",
         f"{do}, or leave out --batch-invariant",
     )

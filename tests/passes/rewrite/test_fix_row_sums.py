@@ -90,6 +90,12 @@ def test_maxima_are_not() -> None:
     assert len(program.calls(ops.invariant_attend)) == 1
 
 
+def test_norms_of_other_widths_are_refused() -> None:
+    """A lone row of theirs is compiled otherwise than several."""
+    with pytest.raises(ConfigError, match="--batch-invariant, and a norm of 72 columns"):
+        lower(build_model("llama", hidden_size=72, head_dim=16))
+
+
 @pytest.mark.parametrize(
     ("name", "what"), [("mixtral", "specc.route"), ("qwen3_moe", "specc.route")]
 )
