@@ -16,7 +16,7 @@ _BY_ROW = (
     ops.rms_norm, ops.add_rms_norm, ops.act_and_mul, ops.rope_write, ops.write_kv, ops.write_rows,
     ops.lookup, ops.invariant_linear, ops.invariant_attend,
 )  # fmt: skip
-# Triton compiles a kernel anew where strides are multiples of so many, which those of a lone row, 0,
+# Triton compiles a kernel anew where strides are multiples of so many, as those of a lone row, 0,
 # are in any case: the same row would be summed up in another order among others
 _ALIGNED = 16
 _NORMS = (ops.rms_norm, ops.add_rms_norm)
