@@ -75,7 +75,7 @@ def scores(llm: LLM, places: Sequence[int]) -> list[Any]:
 
 
 @pytest.mark.usefixtures("_interpreted")
-@pytest.mark.default("qwen3")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_plain_decoding_alone(name: str, compiled: Compiled) -> None:
     engine = loaded(compiled(name))
