@@ -62,7 +62,9 @@ def main() -> None:
         for item in module.shipped(options.capability):
             made = triton.compile(item.source(), target=target, options=item.options)
             instructions = sorted(set(_INSTRUCTION.findall(made.asm["ptx"])))
-            additions = len(re.findall(r"\badd\.rn\.f32", made.asm["ptx"]))
+            # two at a time from 10.0 on
+            added = re.findall(r"\badd\.rn\.f32(x2)?", made.asm["ptx"])
+            additions = sum(2 if pair else 1 for pair in added)
             found[item.name] = orders(made.asm["ttgir"]) | {
                 "instructions": instructions, "additions": additions,
             }  # fmt: skip

@@ -262,6 +262,18 @@ def test_nodes_have_the_bits_of_plain_decoding(name: str) -> None:
             assert torch.equal(alone[:, 0], out[:, node]), (len(rows.q), node)
 
 
+@pytest.mark.usefixtures("_in_steps")
+def test_splits_are_merged_in_their_order() -> None:
+    """Two may be added either way; these are four, of which a row alone has the first three."""
+    heads = KINDS["float32"]
+    rows = made(heads, 382, CHAIN, 7)
+    (found,), (again,) = (attended(heads, [rows], is_split) for is_split in (False, True))
+    assert torch.equal(found, again)
+    for node in (1, 5):
+        (alone,) = attended(heads, [plain(rows, node, False)], bool(node % 2))
+        assert torch.equal(alone[:, 0], found[:, node])
+
+
 @pytest.mark.default("float32", "one-head-each", "chunk", "sinks-and-softcap")
 @pytest.mark.usefixtures("_in_steps")
 @pytest.mark.parametrize("name", KINDS)
