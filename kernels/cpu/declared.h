@@ -102,6 +102,11 @@ consteval bool fits_schema(std::string_view name) {
         Text)>;
   if (name == "specc::image_slots")
     return std::is_same_v<Function, One(T, T, int64_t)>;
+  if (name == "specc::invariant_attend")
+    return std::is_same_v<Function, One(T, T, T, T, T, T, T, O, T, O, O, double, int64_t, int64_t,
+        double, bool, int64_t)>;
+  if (name == "specc::invariant_linear")
+    return std::is_same_v<Function, One(T, T, O)>;
   if (name == "specc::leave_step")
     return std::is_same_v<Function, void(T, T, T, T, T, T, T, O)>;
   if (name == "specc::linear")
@@ -401,6 +406,11 @@ constexpr const char* kSchemas[] = {
         "int group, bool has_zeros, bool is_float=False, int row_bits=0, str format=\"\") -> "
         "Tensor",
     "specc::image_slots(Tensor image, Tensor slots, int num_nodes) -> Tensor",
+    "specc::invariant_attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor q_start, Tensor "
+        "position, Tensor slot, Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor? "
+        "sink_logits=None, Tensor? slopes=None, *, float scale, int window=0, int sink=0, float "
+        "softcap=0., bool rounds_bias=False, int chunk=0) -> Tensor",
+    "specc::invariant_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     "specc::leave_step(Tensor(a!) results, Tensor(b!) last_tokens, Tensor(c!) cache_len, "
         "Tensor num_accepted, Tensor output_tokens, Tensor next_cache_len, Tensor "
         "next_last_tokens, Tensor? draft_lens) -> ()",

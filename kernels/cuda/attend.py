@@ -72,7 +72,7 @@ def attend(
         block_table, scale, window, sink, num_splits, sink_logits, softcap, slopes, rounds_bias,
         chunk,
     )  # fmt: skip
-    _check(call)
+    check_heads(call)
     out = q.new_empty(call.num_tokens, call.num_heads, call.value_dim)
     if call.num_tokens == 0 or call.num_seqs == 0:
         return out.zero_().transpose(0, 1)
@@ -133,8 +133,8 @@ def _columns(dtype: torch.dtype, head_dim: int) -> int:
     return min(32, columns) if dtype == torch.float32 else columns
 
 
-def _check(call: AttendCall) -> None:
-    """Refuse what the kernels would misread."""
+def check_heads(call: AttendCall) -> None:
+    """Refuse what kernels for heads of keys and values would misread."""
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype not in DTYPES:
         raise ValueError(

@@ -65,7 +65,7 @@ def _narrow(b_word, b_place, b_rank, HALF: tl.constexpr):
 
 
 @triton.jit
-def _place_of_bit(b_word, b_rank):
+def place_of_bit(b_word, b_rank):
     """Place of the set bit with so many set bits below it, in words of 64 that have it."""
     b_place = b_rank * 0
     for i in tl.static_range(6):
@@ -94,7 +94,7 @@ def first_nodes(p_words, m_live, b_position, length, num_read, CHUNK: tl.constex
         b_word = tl.load(p_words + i, mask=m_live, other=0).to(tl.uint64, bitcast=True)
         b_count = count_bits(b_word.to(tl.uint32)) + count_bits((b_word >> 32).to(tl.uint32))
         is_here = (b_rank >= 0) & (b_rank < b_count)
-        b_place = i * 64 + _place_of_bit(b_word, tl.maximum(b_rank, 0))
+        b_place = i * 64 + place_of_bit(b_word, tl.maximum(b_rank, 0))
         b_first = tl.where(is_here, b_place, b_first)
         b_rank = tl.where(b_rank >= 0, b_rank - b_count, b_rank)
     return b_first

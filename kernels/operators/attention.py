@@ -203,3 +203,23 @@ ATTEND = Operator(
     cuda="tree_attention:attend",
     cpu=True,
 )
+
+
+def _invariant_scratch(limits: PassLimits, q: Operand, v_cache: Operand, **_: object) -> int:
+    """Parts of splits: rows, and a sum and a maximum of each."""
+    return _FLOAT_BYTES * SPLIT_ROWS * (int(v_cache.shape[3]) + 2)
+
+
+# rows have the same bits whatever else is in the pass
+INVARIANT_ATTEND = Operator(
+    "invariant_attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor q_start, Tensor position,"
+    " Tensor slot, Tensor cache_len, Tensor? ancestors, Tensor block_table,"
+    " Tensor? sink_logits=None, Tensor? slopes=None, *, float scale, int window=0, int sink=0,"
+    " float softcap=0.0, bool rounds_bias=False, int chunk=0) -> Tensor",
+    reference=core.attend_reference,
+    fake=_attend_fake,
+    tokens=OfHeads(("q",), parameters=_OF_HEADS),
+    cut=NoRule("made of attend after the cut"),
+    scratch=_invariant_scratch,
+    cuda="invariant_attend:invariant_attend",
+)

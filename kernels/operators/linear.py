@@ -70,6 +70,18 @@ SKINNY_LINEAR = Operator(
     cuda="skinny_linear:skinny_linear",
 )
 
+# rows have the same bits however many there are
+INVARIANT_LINEAR = Operator(
+    "invariant_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
+    reference=products.skinny_linear_reference,
+    fake=_skinny_linear_fake,
+    tokens=Product(),
+    cut=NoRule("made of a linear layer after the cut"),
+    flops=lambda input, weight, **_: rows_flops(input, weight.shape[0]),
+    reads=Reads(whole="weight"),
+    cuda="invariant_linear:invariant_linear",
+)
+
 
 def _embedding_of_blocks_fake(
     weight: Tensor, tokens: Tensor, num_embeddings: int, width: int

@@ -216,6 +216,7 @@ register(
         expands_prompts=False,
         options=(
             *_RANKS, *_ROUNDS, "draft_ranks", "pipeline_parallel_size", "weight_fragments",
+            "batch_invariant",
         ),
     )
 )  # fmt: skip

@@ -76,8 +76,7 @@ def target_phases(
         *adapters,
         *_rounded(context, context.quantization, tables=context.quantization),
         *_required(context),
-        *_apart(context, context.lowering()),
-        *vote_phases(context),
+        *_invariant(context, (*_apart(context, context.lowering()), *vote_phases(context))),
     )
 
 
@@ -285,6 +284,10 @@ def _required(context: CompileContext) -> Phases:
     """What refuses models that a backend does not run, before anything slow is done for them."""
     kinds = (RequireAttention, RequireLayouts)
     return (("backend", tuple(partial(kind, context.facts) for kind in kinds)),)
+
+
+def _invariant(context: CompileContext, phases: Phases) -> Phases:
+    return context.backend.invariant_phases(phases) if context.config.batch_invariant else phases
 
 
 def _apart(context: CompileContext, lowering: Phases) -> Phases:

@@ -133,6 +133,11 @@ def _skinny_linear(rng: random.Random) -> Arguments:
     return {"input": made["x"], "weight": weight, "bias": _bias(rng, weight)}
 
 
+def _invariant_attend(rng: random.Random) -> Arguments:
+    beside = ("values_in_keys", "most_rows")
+    return {name: x for name, x in BUILDERS["attend"](rng).items() if name not in beside}
+
+
 def _route(rng: random.Random) -> Arguments:
     dtype, tokens, num, width = rng.choice(DTYPES), rng.choice((0, 1, 5)), 8, 6
     groups = rng.choice((1, 2, 4))
@@ -319,6 +324,8 @@ CALLS: dict[str, Builder] = {
     "add_norm_head": _add_norm_head,
     "rope_write_latent": _rope_write_latent,
     "skinny_linear": _skinny_linear,
+    "invariant_linear": _skinny_linear,
+    "invariant_attend": _invariant_attend,
     "route": _route,
     "experts": _experts,
     "grouped_mm": _grouped_mm,

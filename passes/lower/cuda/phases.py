@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from specc.kernels import ops
 from specc.passes.pipeline import Phases
 from specc.passes.program import Program, is_update
+from specc.passes.rewrite.fix_row_sums import FixRowSums
 from specc.passes.rewrite.fuse_add_norm import FuseAddNorm
 from specc.passes.rewrite.fuse_embed_norm import FuseEmbedNorm
 from specc.passes.rewrite.fuse_experts import FuseExperts
@@ -28,6 +29,9 @@ from specc.passes.rewrite.tabulate_rotary import TabulateRotary
 from specc.passes.rewrite.use_skinny_linear import UseSkinnyLinear
 from specc.passes.rewrite.widen_ancestors import WidenAncestors
 
+# what joins products with what stands around them
+_JOINED = "products"
+_ATTENTION = (ops.attend, ops.invariant_attend, ops.tree_attention)
 # what to count with, for every dynamic size; one token would make some copies look like none
 _ENTRIES = 8
 
@@ -50,10 +54,19 @@ def cuda_phases(num_positions: int, pass_tokens: int | None = None) -> Phases:
             "caches",
             (FuseRopeWrite, FuseLatentWrite, SplitTreeAttention, partial(WidenAncestors, most)),
         ),
-        ("products", (FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
+        (_JOINED, (FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
         ("few rows", (UseSkinnyLinear, ReadWeightViews)),
         ("tables", (partial(TabulateRotary, num_positions),)),
     )
+
+
+def invariant_phases(phases: Phases) -> Phases:
+    """The same phases for a target whose rows have the same bits whatever else is in a pass.
+
+    Products stay alone: in the tiles that join them with norms a row is summed up in an order that
+    goes by the number of rows.
+    """
+    return (*(phase for phase in phases if phase[0] != _JOINED), ("bits of rows", (FixRowSums,)))
 
 
 def launches(program: Program) -> list[fx.Node]:
@@ -67,7 +80,7 @@ def launches(program: Program) -> list[fx.Node]:
 def launches_per_layer(program: Program) -> tuple[int, ...]:
     """Launches of each layer but the first, from after one attention to the end of the next."""
     nodes = launches(program)
-    ends = [i for i, node in enumerate(nodes) if node.target in (ops.attend, ops.tree_attention)]
+    ends = [i for i, node in enumerate(nodes) if node.target in _ATTENTION]
     return tuple(after - before for before, after in itertools.pairwise(ends))
 
 

@@ -54,8 +54,8 @@ _TABLE = "embedding"
 # a quantized weight as scales and zero points: its bytes are those of its levels
 _LEVELS, _OF_LEVELS = "levels", ("scales", "zeros")
 # what programs of one launch hand to each other: as large as it may get, and used again at once
-_SCRATCH = ("partial", "lse", "arrived")
-_ATTENTION = ("attend", "tree_attention")
+_SCRATCH = ("partial", "lse", "sums", "arrived")
+_ATTENTION = ("attend", "invariant_attend", "tree_attention")
 _EXPERTS = "experts"
 # operators that a pass of a model starts with
 _STARTS = ("embedding", "embed_norm_rope_write")

@@ -131,6 +131,14 @@ class CompilerBackend:
         """
         return ()
 
+    def invariant_phases(self, phases: Phases) -> Phases:
+        """Phases of a target whose rows have the same bits whatever else is in a pass.
+
+        Args:
+            phases: of the same target without that.
+        """
+        return phases
+
     def phase_of_stages(self, num_stages: int, max_seq_len: int) -> str | None:
         """The phase before which the target is cut into stages; None: after all, or not at all.
 

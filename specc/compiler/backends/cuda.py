@@ -8,7 +8,7 @@ import torch
 
 from specc.artifact.backends import facts_of
 from specc.compiler.backends.base import CompilerBackend
-from specc.passes.lower.cuda.phases import cuda_phases
+from specc.passes.lower.cuda.phases import cuda_phases, invariant_phases
 from specc.passes.pipeline import Phases
 
 # compute capabilities of GPUs that have run engines, with the right output (docs/design/cuda.md)
@@ -38,6 +38,9 @@ class CudaCompiler(CompilerBackend):
 
     def phases(self, max_seq_len: int, pass_tokens: int | None = None) -> Phases:
         return cuda_phases(max_seq_len, pass_tokens)
+
+    def invariant_phases(self, phases: Phases) -> Phases:
+        return invariant_phases(phases)
 
 
 BACKEND = CudaCompiler()

@@ -319,11 +319,12 @@ def check_bad_call(call: Call, run: Callable[[Call, int | None], Tensor]) -> Non
         torch.testing.assert_close(got[:, 2:5], want[:, 2:5], rtol=0, atol=0)
 
 
-def run_broken(call: Call, is_tree: bool) -> None:
+def run_broken(call: Call, is_tree: bool, run: Callable[[Call, int | None], Tensor] = run) -> None:
     """Call `attend` with lengths beyond the table, blocks beyond the cache and starts elsewhere.
 
     Args:
         is_tree: with its ancestors, or without any.
+        run: as of `check_call`.
     """
     whole = list(call.args)
     whole[7] = whole[7] if is_tree else None

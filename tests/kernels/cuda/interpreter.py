@@ -8,6 +8,8 @@ lose the bits that tensor cores do not read, where the interpreter's would be ex
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -153,3 +155,40 @@ def patch_bf16() -> None:
     InterpreterBuilder.get_bf16 = lambda self, value: TensorHandle(
         to_bits(np.array([value], dtype=np.float32)), tl.bfloat16
     )
+
+
+# columns that an instruction of tensor cores adds up at a time (mma.m16n8k16)
+_COLUMNS = 16
+
+
+@contextlib.contextmanager
+def products_in_steps() -> Iterator[None]:
+    """Let every number of a product be added up in one order, whatever shape its operands have.
+
+    As instructions of tensor cores do, so many columns after each other; numpy's libraries choose
+    among several orders. What an instruction adds up is rounded once.
+    """
+    before = InterpreterBuilder.create_dot
+
+    def dot(
+        self: InterpreterBuilder,
+        a: TensorHandle,
+        b: TensorHandle,
+        d: TensorHandle,
+        precision: Any,
+        *rest: Any,
+    ) -> TensorHandle:
+        a, b = _widen(a), _widen(b)
+        assert d.dtype.scalar == tl.float32
+        found = d.data
+        for k in range(0, a.data.shape[-1], _COLUMNS):
+            rows, columns = a.data[..., k : k + _COLUMNS], b.data[..., k : k + _COLUMNS, :]
+            step = rows.astype(np.float64) @ columns.astype(np.float64)
+            found = (found + step).astype(np.float32)
+        return TensorHandle(found, tl.float32)
+
+    InterpreterBuilder.create_dot = dot
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_dot = before

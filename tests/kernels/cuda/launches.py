@@ -26,6 +26,7 @@ from specc.kernels.cuda import (
     commit_kv,
     dependent,
     few_rows,
+    invariant_attend,
     leave_step,
     lookup,
     merge,
@@ -320,6 +321,18 @@ def attend_calls(chunk: int = 0) -> Iterator[Any]:
                             )
 
 
+def _invariant_attend_calls() -> Iterator[Any]:
+    # one token and a prompt, of which a program has one split of the keys or all; with words or not
+    for dtype in FLOATS:
+        for size in (64, 80, 96, 128, 256):
+            for num_tokens in (1, 4096):
+                for is_tree in (True, False):
+                    yield _attend(
+                        dtype, size, num_tokens, (256, 16), is_tree, None, 2,
+                        attend=invariant_attend.invariant_attend,
+                    )  # fmt: skip
+
+
 def _attend_few_calls() -> Iterator[Any]:
     # elsewhere such a call is one of the kernel for all batches
     if attend.machine(torch.device("meta"))[0] not in attend_few.CAPABILITIES:
@@ -353,23 +366,25 @@ def _attend(
     num_tokens: int,
     pages: tuple[int, int],
     is_tree: bool,
-    splits: int,
+    splits: int | None,
     num_seqs: int,
     num_heads: int = 8,
     chunk: int = 0,
+    attend: Callable[..., Tensor] = attend.attend,
 ) -> Tensor:
     num_pages, block_size = pages
     num_tokens *= num_seqs
     cache = _meta(num_pages + 3, block_size, 2, size, dtype=dtype)
     position, slot = _meta(num_tokens, dtype=I64), _meta(num_tokens, dtype=I32)
     words = _meta(num_tokens, -(-num_tokens // 64), dtype=I64) if is_tree else None
-    return attend.attend(
+    options = {} if splits is None else {"num_splits": splits}
+    return attend(
         _heads(num_tokens, num_heads, size, dtype), cache, cache,
         _meta(num_seqs + 1, dtype=I32), position, slot,
         _meta(num_seqs, dtype=I32), words, _meta(num_seqs, num_pages, dtype=I32),
         scale=0.125,
         chunk=chunk,
-        num_splits=splits,
+        **options,
     )  # fmt: skip
 
 
@@ -411,6 +426,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "attend_few": _attend_few_calls,
     "attend_latent": _attend_latent_calls,
     "attend_wide": _attend_wide_calls,
+    "invariant_attend": _invariant_attend_calls,
     "block_mass": _block_mass_calls,
     "commit_kv": _commit_kv_calls,
     "leave_step": _leave_step_calls,

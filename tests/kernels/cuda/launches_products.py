@@ -19,6 +19,7 @@ from specc.kernels.cuda import (
     experts,
     few_rows,
     few_rows_tiles,
+    invariant_linear,
     linear_q,
     rope_write_latent,
     route,
@@ -183,6 +184,13 @@ def _skinny_linear_calls() -> Iterator[Any]:
                 yield skinny_linear.skinny_linear(x, weight, bias)
 
 
+def _invariant_linear_calls() -> Iterator[Any]:
+    for dtype, num_rows, size in itertools.product(FLOATS, (1, 17), (4096, 50257, 8)):
+        x, weight = (_meta(n, _HIDDEN, dtype=dtype) for n in (num_rows, size))
+        for bias in (None, _meta(size, dtype=dtype)):
+            yield invariant_linear.invariant_linear(x, weight, bias)
+
+
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "add_norm_gate_up": _gate_up_calls,
     "add_norm_head": _head_calls,
@@ -191,6 +199,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "embed_norm_rope_write": _embed_calls,
     "experts": _experts_calls,
     "linear_q": _linear_q_calls,
+    "invariant_linear": _invariant_linear_calls,
     "linear_q_fragments": _linear_q_fragments_calls,
     "rope_write_latent": _rope_write_latent_calls,
     "route": _route_calls,

@@ -1,0 +1,75 @@
+"""In which order kernels of invariant operators add up a row, found out without a GPU.
+
+    python -P tests/kernels/cuda/row_orders.py --capability 90 --module invariant_linear
+
+A process of its own, without TRITON_INTERPRET. A product adds up columns in the order of its
+instructions, which its operands' layouts decide; a sum along a row in the order of its block's
+layout. Prints JSON: name of a configuration → products and sums as `orders` has them, and matrix
+instructions of the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import tempfile
+
+_ALIAS = re.compile(r"^(#\w+) = (#ttg\.\S.*)$", re.MULTILINE)
+# of intermediate language: products, also those of wgmma and tcgen05, and reductions of floats
+_DOT = re.compile(r"(\w+\.\w*(?:dot|mma)\w*) [^\n]*? : (tensor<\S+xf32|[^\n]*?) loc\(")
+_OPERANDS = re.compile(r"tensor<(\w+), (#ttg\.dot_op<\{[^}]*\}>|#\w+)>")
+_REDUCE = re.compile(
+    r'"tt\.reduce"\([^)]*\) <\{axis = (\d) : i32[^}]*\}> \(\{(?:(?!\}\)).)*\}\) :'
+    r" \(tensor<(\d+x\d+)xf32, (#\w+)>\)",
+    re.DOTALL,
+)
+_INSTRUCTION = re.compile(r"\b((?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*)")
+# which warp has which rows and outputs: nothing that a sum goes over
+_WARPS = re.compile(r", warpsPerCTA = \[[^]]*\]")
+
+
+def orders(text: str) -> dict[str, list[str]]:
+    """Of a kernel: products, with layouts but for their warps, and sizes and layouts of sums."""
+    aliases = dict(_ALIAS.findall(text))
+    products = set()
+    for name, types in _DOT.findall(text):
+        parts = [name]
+        for sizes, layout in _OPERANDS.findall(types):
+            for alias in sorted(re.findall(r"#(?!ttg)\w+", layout), key=len, reverse=True):
+                layout = layout.replace(alias, _WARPS.sub("", aliases[alias]))
+            parts.append(f"{sizes} {layout}")
+        products.add(" ".join(parts))
+    sums = {f"{axis} {sizes} {aliases[name]}" for axis, sizes, name in _REDUCE.findall(text)}
+    return {"products": sorted(products), "sums": sorted(sums)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", type=int, required=True)
+    parser.add_argument("--module", required=True, help="file of specc/kernels/cuda")
+    options = parser.parse_args()
+    assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    module = importlib.import_module(f"specc.kernels.cuda.{options.module}")
+    target, found = GPUTarget("cuda", options.capability, 32), {}
+    with tempfile.TemporaryDirectory(prefix="specc-orders-") as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for item in module.shipped(options.capability):
+            made = triton.compile(item.source(), target=target, options=item.options)
+            instructions = sorted(set(_INSTRUCTION.findall(made.asm["ptx"])))
+            # two at a time from 10.0 on
+            added = re.findall(r"\badd\.rn\.f32(x2)?", made.asm["ptx"])
+            additions = sum(2 if pair else 1 for pair in added)
+            found[item.name] = orders(made.asm["ttgir"]) | {
+                "instructions": instructions, "additions": additions,
+            }  # fmt: skip
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
