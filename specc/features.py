@@ -42,6 +42,12 @@ def self_draft(name: str, matches: Callable[[Any, CompileRequest], bool]) -> Fea
     return Feature(name, given)
 
 
+def with_value(name: str, value: Any) -> Feature:
+    """A field of the options that has this value."""
+    found = f"{_flag(name)} {value}"
+    return Feature(found, lambda x: found if getattr(x.config, name) == value else None)
+
+
 def rounded_to(*kinds: str, name: str | None = None) -> Feature:
     """The target's weights are rounded to one of these."""
     return Feature(

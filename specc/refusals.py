@@ -50,6 +50,7 @@ from specc.features import (
     rounded_to,
     self_draft,
     some_rounded_to,
+    with_value,
     without_blocks,
 )
 
@@ -122,6 +123,13 @@ REFUSALS: tuple[Refusal, ...] = (
             "{a} with backend {b}",
         )
         for name in BACKEND_OPTIONS
+    ),
+    Refusal(
+        with_value("kv_cache_dtype", "fp8"),
+        Backends(lambda facts, options: "fp8" in facts.kv_rows),
+        "{option} int8, or the backend {backends}",
+        "pass --backend {taker}, or {option} int8",
+        "{a} with backend {b}",
     ),
     *(
         Refusal(

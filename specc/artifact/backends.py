@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from specc.artifact.kv_rows import CODED, INT8
 from specc.close_name import advice
 from specc.errors import ConfigError
 
@@ -52,7 +53,8 @@ class BackendFacts:
         takes_ranks: several processes may run an engine together, each with a part of the target.
         voting_dims: type → largest heads whose queries can vote on blocks in it, where there is a
             limit.
-        takes_int8_rows: its caches may hold K and V as int8.
+        kv_rows: as what its caches may hold K and V besides the type of the model, of `int8` and
+            `fp8`.
         offloads_weights: what its programs may run without in memory: `segments` are read from
             files, pass by pass, and single `weights` copied from the host to a GPU.
         holds_weights: its programs read weights from memory of their own, or from mapped files,
@@ -99,7 +101,7 @@ class BackendFacts:
     runs_all: bool = False
     takes_ranks: bool = False
     voting_dims: tuple[tuple[str, int], ...] = ()
-    takes_int8_rows: bool = False
+    kv_rows: tuple[str, ...] = ()
     offloads_weights: Literal["", "segments", "weights"] = ""
     holds_weights: bool = False
     attention_extras: tuple[str, ...] = ()
@@ -198,7 +200,7 @@ register(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, is_data=True,
         by_default=True, takes_views=True, fills_blocks=True,
         takes_ranks=True,
-        attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
+        attention=NATIVE, kv_rows=(INT8,), offloads_weights="segments", holds_weights=True,
         attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
         cuts_quantized=True, takes_activation_bits=True, options=(*_ON_CPU, "batch_invariant"),
@@ -224,7 +226,7 @@ register(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, is_data=True,
         by_default=True, takes_views=True, fills_blocks=True, runs_all=True, takes_ranks=True,
         attention=SPLIT,
-        takes_int8_rows=True, attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
+        kv_rows=CODED, attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
         cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU, keeps_states=True,
         drafts_keep_states=True,
