@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specc.artifact.kv_rows import AUTO, INT8, SCALE_BYTES, kind_of
+from specc.artifact.kv_rows import SCALE_BYTES, holds_codes
 
 # type of the codes' bits → what the largest value of a row becomes. Of int8, codes are -127 … 127,
 # so that a row and its negative have the same ones; of fp8, what e4m3 has as its largest number
 MOST_CODE = {torch.int8: 127, torch.uint8: 448}
-# rows whose largest value is below this are rows of zeros: their factor would be infinite
+# rows whose largest value is below this are rows of zeros: their factor could be infinite
 LEAST = 1e-30
 
 
@@ -35,8 +35,7 @@ def store_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     is_zero = most < LEAST
     # two tensors: a number divided by a tensor is multiplied with a rounded reciprocal
     largest = torch.full_like(most, MOST_CODE[dtype])
-    factor = torch.where(is_zero | ~most.isfinite(), 0.0, largest / most)
-    scaled = torch.nan_to_num(wide) * factor
+    scaled = torch.where(is_zero | ~most.isfinite(), 0.0, wide * (largest / most))
     if dtype == torch.int8:
         codes = scaled.round().clamp(-largest, largest).to(torch.int8)
     else:
@@ -54,16 +53,15 @@ def read_rows(rows: Tensor) -> Tensor:
     Returns:
         [..., D] float32.
     """
-    kind = kind_of(rows.dtype)
-    if kind == AUTO:
+    if not holds_codes(rows.dtype):
         return rows.float()
     codes = rows[..., :-SCALE_BYTES]
     # a copy: four bytes anywhere are no float32
     scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).flatten()
-    values = codes if kind == INT8 else codes.view(torch.float8_e4m3fn)
+    values = codes if rows.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
     return values.float() * scale.view(torch.float32).view(*codes.shape[:-1], 1)
 
 
 def columns_of(cache: Tensor) -> int:
     """D of a cache [..., D], or of int8 or uint8 [..., D + 4]."""
-    return cache.shape[-1] - (0 if kind_of(cache.dtype) == AUTO else SCALE_BYTES)
+    return cache.shape[-1] - (SCALE_BYTES if holds_codes(cache.dtype) else 0)

@@ -43,6 +43,11 @@ def kind_of(stored: torch.dtype) -> str:
     return {torch.int8: INT8, torch.uint8: FP8}.get(stored, AUTO)
 
 
+def holds_codes(stored: torch.dtype) -> bool:
+    """Whether a cache of this type holds codes."""
+    return kind_of(stored) != AUTO
+
+
 def row_bytes(head_dim: int, dtype: torch.dtype, kv_cache_dtype: str) -> int:
     """Bytes of a row: K or V of one token, one layer and one KV head; arguments as above."""
     columns, stored = stored_row(head_dim, dtype, kv_cache_dtype)
