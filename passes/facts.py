@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specc.artifact.kv_rows import AUTO, kind_of
+from specc.artifact.kv_rows import holds_codes
 from specc.kernels import ops
 from specc.passes.program import FEATURES, HANDED_ON, STATES, Program
 
@@ -79,7 +79,7 @@ def attention_is_a_tree(program: Program) -> bool:
 
 def caches_hold_codes(program: Program) -> bool:
     """Every cache holds rows of codes."""
-    return all(kind_of(program.placeholder(x).meta["val"].dtype) != AUTO for x in program.caches)
+    return all(holds_codes(program.placeholder(x).meta["val"].dtype) for x in program.caches)
 
 
 def attention_is_cached(program: Program) -> bool:

@@ -209,6 +209,14 @@ PARTS_OF_STATES = Feature(
     "a hybrid for several ranks or stages",
     lambda x: (RANKS.given(x) or STAGES.given(x)) if x.keeps_states else None,
 )
+CODED_LATENTS = Feature(
+    "--mla-cache latent with --kv-cache-dtype",
+    lambda x: (
+        f"--mla-cache latent with {rows}"
+        if x.config.mla_cache == "latent" and (rows := option("kv_cache_dtype").given(x))
+        else None
+    ),
+)
 UNQUANTIZED = Feature("no --quantize", lambda x: None if x.config.quantize else "no --quantize")
 UNGROUPED = Feature("no weights in int8 or int4", lambda request: _no_groups(request.config))
 RELOAD = Feature(

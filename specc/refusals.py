@@ -12,6 +12,7 @@ from specc.features import (
     ADAPTERS,
     BITS,
     CALIBRATION,
+    CODED_LATENTS,
     CUT_DRAFTS,
     DENSE,
     DRAFT_RANKS,
@@ -130,6 +131,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "{option} int8, or the backend {backends}",
         "pass --backend {taker}, or {option} int8",
         "{a} with backend {b}",
+    ),
+    Refusal(
+        CODED_LATENTS,
+        Backends(lambda facts, options: "coded latent" in facts.attention_extras),
+        "latents in the type of the model, keys and values of each head, or the backend {backends}",
+        "leave out one of the two, or pass --backend {taker}",
+        "{a}, and backend {b}",
     ),
     *(
         Refusal(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from specc.artifact.backends import LATENT_ROWS, VALUE_WIDTH
+from specc.artifact.backends import CODED_LATENT, LATENT_ROWS, VALUE_WIDTH
 from specc.artifact.kv_rows import AUTO as AS_MODEL
 from specc.artifact.mixes import MIXES
 from specc.artifact.mla_cache import AUTO, EXPANDED
@@ -209,7 +209,8 @@ def vote_phases(context: CompileContext) -> Phases:
 
 def _latent(context: CompileContext, num_ranks: int) -> Phases:
     config, facts = context.config, context.facts
-    computes = LATENT_ROWS in facts.attention_extras
+    rows = LATENT_ROWS if config.kv_cache_dtype == AS_MODEL else CODED_LATENT
+    computes = rows in facts.attention_extras
     if config.mla_cache == EXPANDED or (config.mla_cache == AUTO and not computes):
         return ()
     absorb = partial(

@@ -168,7 +168,6 @@ def test_engines_of_before_have_rows_of_the_model(models: Path, tmp_path: Path) 
     [
         ({"backend": "onnx"}, "--kv-cache-dtype with backend onnx"),
         ({"backend": "tensorrt"}, "--kv-cache-dtype with backend tensorrt"),
-        ({"backend": "cuda"}, "--kv-cache-dtype with backend cuda"),
         ({"backend": "cpu", "kv_cache_dtype": FP8}, "--kv-cache-dtype fp8 with backend cpu"),
     ],
 )
