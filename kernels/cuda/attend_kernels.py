@@ -118,7 +118,7 @@ def attend_block(
             b_k = load_keys(p_k + o_k[:, None], o_c, m_key, D, BD, IS_MASKED)
             b_k = values_of(b_k, b_q.dtype)
             b_s = tl.dot(b_part, tl.trans(b_k), b_s, input_precision="ieee")
-    if IS_CODED:
+    if b_k_scale is not None:
         b_s = b_s * b_k_scale[None, :]
     own_scale = qk_scale
     if softcap is not None:

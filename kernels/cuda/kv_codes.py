@@ -17,10 +17,9 @@ from torch import Tensor
 from specc.artifact.kv_rows import SCALE_BYTES, holds_codes
 from specc.kernels.reference.kv_rows import LEAST, MOST_CODE
 
-# types of caches of codes, as signatures have them
-TYPES = {torch.int8: "i8", torch.uint8: "u8"}
 _LEAST = tl.constexpr(LEAST)
-_MOST_INT8, _MOST_FP8 = (tl.constexpr(float(MOST_CODE[x])) for x in TYPES)
+_MOST_INT8 = tl.constexpr(float(MOST_CODE[torch.int8]))
+_MOST_FP8 = tl.constexpr(float(MOST_CODE[torch.uint8]))
 # a float32 of this size has steps of 4, so to add and subtract it rounds to multiples of 4
 _STEPS_OF_4 = tl.constexpr(1.5 * 2.0**25)
 _2_120 = tl.constexpr(2.0**120)
@@ -67,8 +66,8 @@ def values_of(b, dtype: tl.constexpr):
     if b.dtype == tl.int8:
         return b.to(dtype)
     elif b.dtype == tl.uint8:
-        # four bits of exponent and three of mantissa where a float32 has its lowest and highest
-        # ones: a value times 2^-120, also of numbers that have no leading one
+        # seven bits below a sign, where a float32 has the end of its exponent and the beginning of
+        # its mantissa, are a value times 2^-120, also of numbers without a leading one
         b_bits = b.to(tl.int32)
         b_bits = ((b_bits & 0x80) << 24) | ((b_bits & 0x7F) << 20)
         return (b_bits.to(tl.float32, bitcast=True) * _2_120).to(dtype)
