@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from specc.artifact.kv_rows import CODED
+from specc.artifact.kv_rows import CODED, FP8, INT8, SCALE_BYTES
 from specc.kernels.cuda import arrivals, attend_config
 from specc.kernels.cuda import attend as module
 from specc.kernels.cuda.launch import even_tokens
@@ -106,6 +106,23 @@ def test_attend(name: str, device: torch.device) -> None:
 def test_codes(name: str, device: torch.device) -> None:
     """What codes and scales stand for, and of rows that nobody sees neither."""
     check_attend(CODED_CASES[name], device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, F16])
+@pytest.mark.parametrize("stored", [torch.int8, torch.uint8])
+def test_every_code_is_a_number(
+    dtype: torch.dtype, stored: torch.dtype, device: torch.device
+) -> None:
+    """A token that sees itself alone gets its value: all codes but e4m3's two that are none."""
+    rows = {torch.int8: INT8, torch.uint8: FP8}[stored]
+    case = Case(((1, 0),), True, dtype, (1, 1), (256, 256), rows=rows)
+    call = make_call(case, device)
+    v_cache = call.args[2].clone()
+    v_cache[..., :-SCALE_BYTES] = torch.arange(256, dtype=torch.uint8).view(stored)
+    v_cache[..., :-SCALE_BYTES].view(torch.uint8)[..., [127, 255]] = 0
+    v_cache[..., -SCALE_BYTES:] = torch.tensor([2.0**-3]).view(stored)
+    out = module.attend(*call.args[:2], v_cache, *call.args[3:], **call.options)
+    assert torch.equal(out[0, 0].float(), read_rows(v_cache)[0, 0, 0])
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])

@@ -91,6 +91,7 @@ def test_zeros_and_bad_rows(kind: torch.dtype) -> None:
     assert [decode(row) for row in stored[:2]] == [[0.0, 0.0]] * 2
     assert all(math.isnan(x) for row in stored[2:] for x in decode(row))
     assert read_rows(stored)[2:].isnan().all()
+    assert (stored[2:, :-SCALE_BYTES] == 0).all()
 
 
 @pytest.mark.parametrize("kind", [I8, U8])
