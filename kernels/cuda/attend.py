@@ -114,7 +114,7 @@ def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> Non
         call.num_tokens, call.num_seqs, call.num_heads, call.group, *call.sizes,
         work.num_splits, work.slots, work.waves, work.num_parts,
         *call.strides, call.block_table.stride(0), call.stride_words,
-        **_sizes(dtype, call.head_dim, call.value_dim, c),
+        **_sizes(dtype, call.head_dim, call.value_dim, c, is_coded),
         PAGE=call.page(c.block_n),
         IS_TREE=call.ancestors is not None,
         **launch_options(dtype, can_start_early),
@@ -123,18 +123,20 @@ def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> Non
     )  # fmt: skip
 
 
-def _sizes(dtype: torch.dtype, head_dim: int, value_dim: int, c: AttendConfig) -> dict[str, int]:
+def _sizes(
+    dtype: torch.dtype, head_dim: int, value_dim: int, c: AttendConfig, is_coded: bool
+) -> dict[str, int]:
     return {
         "D": head_dim, "DV": value_dim, "BD": padded(head_dim), "BDV": padded(value_dim),
-        "BM": c.block_m, "BN": c.block_n, "BC": _columns(dtype, head_dim), "BB": SEARCH,
+        "BM": c.block_m, "BN": c.block_n, "BC": _columns(dtype, head_dim, is_coded), "BB": SEARCH,
         "MIN_BLOCKS": c.min_blocks, "MERGED": c.merged(padded(value_dim)),
     }  # fmt: skip
 
 
-def _columns(dtype: torch.dtype, head_dim: int) -> int:
+def _columns(dtype: torch.dtype, head_dim: int, is_coded: bool) -> int:
     """Columns of keys that one product takes."""
     columns = padded(head_dim)
-    return min(32, columns) if dtype == torch.float32 else columns
+    return min(16 if is_coded else 32, columns) if dtype == torch.float32 else columns
 
 
 def _check(call: AttendCall) -> None:
@@ -205,13 +207,19 @@ def _shipped(capability: int, chunk: int, is_coded: bool = False) -> Iterator[Sh
                 # where key blocks are no longer than pages, paged and dense caches are the same
                 for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
                     for is_tree in (True, False):
-                        item = _shipped_attend(dtype, head_dim, c, page, is_tree, chunk)
+                        item = _shipped_attend(dtype, head_dim, c, page, is_tree, chunk, is_coded)
                         is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
                         yield from with_dependent(item, capability, dtype, is_able)
 
 
 def _shipped_attend(
-    dtype: torch.dtype, head_dim: int, c: AttendConfig, page: int, is_tree: bool, chunk: int
+    dtype: torch.dtype,
+    head_dim: int,
+    c: AttendConfig,
+    page: int,
+    is_tree: bool,
+    chunk: int,
+    is_coded: bool,
 ) -> Shipped:
     name = TYPE_NAMES[dtype]
     c = for_chunks(c) if chunk else c
@@ -220,7 +228,7 @@ def _shipped_attend(
         attend_kernel,
         {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
         {
-            **_sizes(dtype, head_dim, head_dim, c),
+            **_sizes(dtype, head_dim, head_dim, c, is_coded),
             "PAGE": page,
             "IS_TREE": is_tree,
             **NOTHING_BESIDE,

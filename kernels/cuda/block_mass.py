@@ -47,7 +47,7 @@ def _scores(
     IS_CODED: tl.constexpr = p_k.dtype.element_ty.primitive_bitwidth == 8
     if IS_CODED and b_q.dtype == tl.float32:
         # without tensor cores a thread holds whole rows, and of codes twice: some columns at a time
-        BC: tl.constexpr = min(32, BD)
+        BC: tl.constexpr = min(16, BD)
         b_s = tl.zeros([b_q.shape[0], o_key.shape[0]], tl.float32)
         for i in tl.static_range(0, BD, BC):
             o_c = i + tl.arange(0, BC)
