@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from specc.artifact.backends import WHOLE
-from specc.artifact.kv_rows import AUTO, INT8, row_bytes
+from specc.artifact.kv_rows import AUTO, kind_of, row_bytes
 from specc.kernels.operator import Operand, PassLimits
 from specc.kernels.ops import operator_of
 from specc.passes.program import Program, bind_args, is_view
@@ -107,8 +107,9 @@ def plan_memory(
 
 def cache_bytes(program: Program, dtype: torch.dtype, cache_rows: int) -> int:
     """Bytes of so many rows of a model's caches; see `plan_memory`."""
-    rows = (program.placeholder(name).meta["val"].dtype for name in program.caches)
-    kind = INT8 if torch.int8 in rows else AUTO
+    kinds = {kind_of(program.placeholder(name).meta["val"].dtype) for name in program.caches}
+    # one for all layers, and none of a model without any
+    (kind,) = kinds or {AUTO}
     row = sum(
         x.num_kv_heads * row_bytes(columns, dtype, kind)
         for x in program.layers

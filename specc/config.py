@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from specc.artifact.backends import ACTIVATION_BITS
 from specc.artifact.kv_rows import AUTO as AS_MODEL
-from specc.artifact.kv_rows import KV_CACHE_DTYPES
+from specc.artifact.kv_rows import CODED, KV_CACHE_DTYPES, SPELLINGS
 from specc.artifact.mla_cache import AUTO as MLA_AUTO
 from specc.artifact.mla_cache import MLA_CACHES
 from specc.close_name import advice
@@ -157,9 +157,10 @@ class CompileConfig:
     )
     kv_cache_dtype: str = option(
         AS_MODEL,
-        "How the KV cache holds rows: auto, in the type of the model, or int8 (backends cpu and"
-        " eager), a fourth to a half of the bytes, rounded to 8 bits with a scale for each token"
-        " and KV head. Outputs differ a little from those of auto; speculation stays lossless.",
+        "How the KV cache holds rows: auto, in the type of the model, or a fourth to a half of the"
+        " bytes, rounded to 8 bits with a scale for each token and KV head: int8 (backends cpu,"
+        " cuda and eager), or fp8, which is e4m3 (cuda and eager). Outputs differ a little from"
+        " those of auto; speculation stays lossless.",
     )
     batch_invariant: bool = option(
         False,
@@ -284,11 +285,13 @@ class CompileConfig:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype, "--dtype"))
         drafts = tuple(parse_dtype(dtype, "--draft-dtype") for dtype in self.draft_dtype)
         object.__setattr__(self, "draft_dtype", drafts)
+        found = SPELLINGS.get(self.kv_cache_dtype, self.kv_cache_dtype)
+        object.__setattr__(self, "kv_cache_dtype", found)
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ConfigError(
                 f"--kv-cache-dtype {self.kv_cache_dtype}",
                 " or ".join(KV_CACHE_DTYPES),
-                f"pass --kv-cache-dtype {KV_CACHE_DTYPES[-1]}, or leave it out: rows are then in"
+                f"pass --kv-cache-dtype {' or '.join(CODED)}, or leave it out: rows are then in"
                 " the type of the model",
             )
         if self.mla_cache not in MLA_CACHES:

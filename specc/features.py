@@ -42,6 +42,12 @@ def self_draft(name: str, matches: Callable[[Any, CompileRequest], bool]) -> Fea
     return Feature(name, given)
 
 
+def with_value(name: str, value: Any) -> Feature:
+    """A field of the options that has this value."""
+    found = f"{_flag(name)} {value}"
+    return Feature(found, lambda x: found if getattr(x.config, name) == value else None)
+
+
 def rounded_to(*kinds: str, name: str | None = None) -> Feature:
     """The target's weights are rounded to one of these."""
     return Feature(
@@ -202,6 +208,14 @@ DRAFT_WITH_STATES = Feature(
 PARTS_OF_STATES = Feature(
     "a hybrid for several ranks or stages",
     lambda x: (RANKS.given(x) or STAGES.given(x)) if x.keeps_states else None,
+)
+CODED_LATENTS = Feature(
+    "--mla-cache latent with --kv-cache-dtype",
+    lambda x: (
+        f"--mla-cache latent with {rows}"
+        if x.config.mla_cache == "latent" and (rows := option("kv_cache_dtype").given(x))
+        else None
+    ),
 )
 UNQUANTIZED = Feature("no --quantize", lambda x: None if x.config.quantize else "no --quantize")
 UNGROUPED = Feature("no weights in int8 or int4", lambda request: _no_groups(request.config))

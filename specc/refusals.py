@@ -12,6 +12,7 @@ from specc.features import (
     ADAPTERS,
     BITS,
     CALIBRATION,
+    CODED_LATENTS,
     CUT_DRAFTS,
     DENSE,
     DRAFT_RANKS,
@@ -50,6 +51,7 @@ from specc.features import (
     rounded_to,
     self_draft,
     some_rounded_to,
+    with_value,
     without_blocks,
 )
 
@@ -122,6 +124,20 @@ REFUSALS: tuple[Refusal, ...] = (
             "{a} with backend {b}",
         )
         for name in BACKEND_OPTIONS
+    ),
+    Refusal(
+        with_value("kv_cache_dtype", "fp8"),
+        Backends(lambda facts, options: "fp8" in facts.kv_rows),
+        "{option} int8, or the backend {backends}",
+        "pass --backend {taker}, or {option} int8",
+        "{a} with backend {b}",
+    ),
+    Refusal(
+        CODED_LATENTS,
+        Backends(lambda facts, options: "coded latent" in facts.attention_extras),
+        "latents in the type of the model, keys and values of each head, or the backend {backends}",
+        "leave out one of the two, or pass --backend {taker}",
+        "{a}, and backend {b}",
     ),
     *(
         Refusal(

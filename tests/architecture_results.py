@@ -74,7 +74,7 @@ concern. `specc inspect` shows which one an engine has.
 |---|---|
 | trees, prefixes, self-drafts, segments, stages | as with other caches |
 | ranks | heads of queries, Wk and Wv are cut; every rank has the complete latent |
-| `--kv-cache-dtype int8` | rows of R + r and of R, a scale each; prompts stay absorbed |
+| `--kv-cache-dtype` | rows of R + r and R, a scale each, absorbed prompts; `cuda`: expanded |
 | `--quantize`, quantized checkpoints | Wk and Wv stay in `--dtype` |
 | `cuda` | latents of 512 columns and 64 that heads share at most; prompts stay absorbed |
 | chosen blocks of a self-draft on `cuda` | layers with rows of at most 256 columns stay expanded |

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.artifact.kv_rows import holds_codes
 from specc.kernels.cuda import attend_few, attend_wide
 from specc.kernels.cuda.attend_call import (
     DTYPES,
@@ -31,7 +32,9 @@ from specc.kernels.cuda.attend_config import AttendConfig, config, for_chunks, m
 from specc.kernels.cuda.attend_kernels import attend_kernel
 from specc.kernels.cuda.attend_visits import NO_WINDOW
 from specc.kernels.cuda.dependent import launch_options, with_dependent
+from specc.kernels.cuda.kv_codes import check_words
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.reference.kv_rows import columns_of
 
 MAX_HEAD_DIM = 256
 # packed rows of a sequence that are no chunk of a prompt: 64 nodes × 8 heads
@@ -68,7 +71,7 @@ def attend(
     lengths.
     """
     call = AttendCall(
-        q, k_cache, v_cache, v_cache.shape[3], q_start, position, slot, cache_len, ancestors,
+        q, k_cache, v_cache, columns_of(v_cache), q_start, position, slot, cache_len, ancestors,
         block_table, scale, window, sink, num_splits, sink_logits, softcap, slopes, rounds_bias,
         chunk,
     )  # fmt: skip
@@ -98,7 +101,8 @@ def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> Non
     if call.chunk:
         beside["CHUNK"] = call.chunk
     rows, dtype = call.mean_rows, call.q.dtype
-    c = config(dtype, max(call.head_dim, call.value_dim), rows, capability)
+    is_coded = holds_codes(call.k_cache.dtype)
+    c = config(dtype, max(call.head_dim, call.value_dim), rows, capability, is_coded)
     c = for_chunks(c) if "CHUNK" in beside else c
     work = call.plan(c, num_sms, is_prompt=rows > LARGEST_DECODE)
     num_parts = call.num_kv_heads * work.num_parts
@@ -110,7 +114,7 @@ def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> Non
         call.num_tokens, call.num_seqs, call.num_heads, call.group, *call.sizes,
         work.num_splits, work.slots, work.waves, work.num_parts,
         *call.strides, call.block_table.stride(0), call.stride_words,
-        **_sizes(dtype, call.head_dim, call.value_dim, c),
+        **_sizes(dtype, call.head_dim, call.value_dim, c, is_coded),
         PAGE=call.page(c.block_n),
         IS_TREE=call.ancestors is not None,
         **launch_options(dtype, can_start_early),
@@ -119,29 +123,32 @@ def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> Non
     )  # fmt: skip
 
 
-def _sizes(dtype: torch.dtype, head_dim: int, value_dim: int, c: AttendConfig) -> dict[str, int]:
+def _sizes(
+    dtype: torch.dtype, head_dim: int, value_dim: int, c: AttendConfig, is_coded: bool
+) -> dict[str, int]:
     return {
         "D": head_dim, "DV": value_dim, "BD": padded(head_dim), "BDV": padded(value_dim),
-        "BM": c.block_m, "BN": c.block_n, "BC": _columns(dtype, head_dim), "BB": SEARCH,
+        "BM": c.block_m, "BN": c.block_n, "BC": _columns(dtype, head_dim, is_coded), "BB": SEARCH,
         "MIN_BLOCKS": c.min_blocks, "MERGED": c.merged(padded(value_dim)),
     }  # fmt: skip
 
 
-def _columns(dtype: torch.dtype, head_dim: int) -> int:
+def _columns(dtype: torch.dtype, head_dim: int, is_coded: bool) -> int:
     """Columns of keys that one product takes."""
     columns = padded(head_dim)
-    return min(32, columns) if dtype == torch.float32 else columns
+    return min(16 if is_coded else 32, columns) if dtype == torch.float32 else columns
 
 
 def check_heads(call: AttendCall) -> None:
     """Refuse what kernels for heads of keys and values would misread."""
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
-    if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype not in DTYPES:
+    is_known = k_cache.dtype == q.dtype or holds_codes(k_cache.dtype)
+    if not is_known or k_cache.dtype != v_cache.dtype or q.dtype not in DTYPES:
         raise ValueError(
             f"attend: found q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype};"
-            f" needed one dtype of {', '.join(map(str, DTYPES))}"
+            f" needed one dtype of {', '.join(map(str, DTYPES))}, or codes in both caches"
         )
-    if k_cache.shape[3] != call.head_dim or v_cache.shape[:3] != k_cache.shape[:3]:
+    if columns_of(k_cache) != call.head_dim or v_cache.shape[:3] != k_cache.shape[:3]:
         raise ValueError(
             f"attend: found q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache"
             f" {tuple(v_cache.shape)}; needed [H, Nt, D], [blocks, block_size, HK, D] and"
@@ -159,6 +166,7 @@ def check_heads(call: AttendCall) -> None:
         )
     if call.chunk < 0:
         raise ValueError(f"attend: found a chunk of {call.chunk}; needed 0 or more positions")
+    check_words("attend", {"k_cache": k_cache, "v_cache": v_cache})
     call.check_places()
 
 
@@ -184,23 +192,34 @@ def in_chunks(capability: int, chunk: int) -> Iterator[Shipped]:
     yield from _shipped(capability, chunk)
 
 
-def _shipped(capability: int, chunk: int) -> Iterator[Shipped]:
+def in_codes(capability: int) -> Iterator[Shipped]:
+    """What engines whose caches hold codes launch instead, but for the types of caches."""
+    yield from _shipped(capability, 0, is_coded=True)
+
+
+def _shipped(capability: int, chunk: int, is_coded: bool = False) -> Iterator[Shipped]:
     for dtype in DTYPES:
         for head_dim in _SHIPPED_HEAD_DIMS:
             sizes = (1, 32, LARGEST_DEPENDENT)
-            few = {config(dtype, head_dim, rows, capability) for rows in sizes}
-            configs = few | {config(dtype, head_dim, 4096, capability)}
+            few = {config(dtype, head_dim, rows, capability, is_coded) for rows in sizes}
+            configs = few | {config(dtype, head_dim, 4096, capability, is_coded)}
             for c in sorted(configs, key=lambda c: c.block_m):
                 # where key blocks are no longer than pages, paged and dense caches are the same
                 for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
                     for is_tree in (True, False):
-                        item = _shipped_attend(dtype, head_dim, c, page, is_tree, chunk)
+                        item = _shipped_attend(dtype, head_dim, c, page, is_tree, chunk, is_coded)
                         is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
                         yield from with_dependent(item, capability, dtype, is_able)
 
 
 def _shipped_attend(
-    dtype: torch.dtype, head_dim: int, c: AttendConfig, page: int, is_tree: bool, chunk: int
+    dtype: torch.dtype,
+    head_dim: int,
+    c: AttendConfig,
+    page: int,
+    is_tree: bool,
+    chunk: int,
+    is_coded: bool,
 ) -> Shipped:
     name = TYPE_NAMES[dtype]
     c = for_chunks(c) if chunk else c
@@ -209,7 +228,7 @@ def _shipped_attend(
         attend_kernel,
         {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
         {
-            **_sizes(dtype, head_dim, head_dim, c),
+            **_sizes(dtype, head_dim, head_dim, c, is_coded),
             "PAGE": page,
             "IS_TREE": is_tree,
             **NOTHING_BESIDE,

@@ -131,22 +131,41 @@ _EXCEPTIONS = {
     (120, 2, 128, 16): AttendConfig(16, 64, 4, 3, 2, 255),
     (120, 2, 128, 32): AttendConfig(32, 32, 4, 4),
 }
+# likewise over caches of codes: what they stand for takes registers beside them, so steps are
+# shorter and tiles lower. Left to itself, ptxas makes one more program fit, and spills
+_CODED_TABLE = {
+    (2, 64, 16): AttendConfig(16, 32, 4, 5, 2, MOST_REGISTERS),
+    (2, 64, 32): AttendConfig(32, 32, 4, 5, 2, MOST_REGISTERS),
+    (2, 128, 16): AttendConfig(16, 32, 4, 5, 2, MOST_REGISTERS),
+    (2, 128, 32): AttendConfig(32, 32, 8, 5, 1, MOST_REGISTERS),
+    (2, 256, 16): AttendConfig(16, 32, 8, 5, 1, MOST_REGISTERS),
+    (4, 64, 16): AttendConfig(16, 16, 8, 5, 1, MOST_REGISTERS),
+    (4, 128, 16): AttendConfig(16, 16, 8, 5, 1, MOST_REGISTERS),
+    (4, 256, 16): AttendConfig(16, 16, 8, 5, 1, MOST_REGISTERS),
+}
 
 
-def config(dtype: torch.dtype, head_dim: int, rows: int, capability: int) -> AttendConfig:
+def config(
+    dtype: torch.dtype, head_dim: int, rows: int, capability: int, is_coded: bool = False
+) -> AttendConfig:
     """Launch parameters for tiles of up to `rows` packed rows.
 
     Args:
+        dtype: of queries.
         head_dim: the larger one of keys and values.
         rows: packed rows of an average sequence.
         capability: 10 · major + minor.
+        is_coded: caches hold codes.
     """
     size = dtype.itemsize
     padded = max(64, triton.next_power_of_2(head_dim))
-    heights = [height for bytes_, width, height in _TABLE if (bytes_, width) == (size, padded)]
+    table = _CODED_TABLE if is_coded else _TABLE
+    heights = [height for bytes_, width, height in table if (bytes_, width) == (size, padded)]
     height = next((height for height in heights if height >= rows), heights[-1])
     key = (size, padded, height)
-    return _EXCEPTIONS.get((_family(capability), *key), _TABLE[key])
+    if is_coded:
+        return table[key]
+    return _EXCEPTIONS.get((_family(capability), *key), table[key])
 
 
 def for_chunks(c: AttendConfig) -> AttendConfig:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
+from specc.artifact.kv_rows import holds_codes
 from specc.kernels.cuda.attend_call import (
     NOTHING_BESIDE,
     PLACES,
@@ -23,6 +24,7 @@ from specc.kernels.cuda.attend_config import TritonOptions
 from specc.kernels.cuda.attend_few_kernels import attend_few_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.reference.kv_rows import columns_of
 
 # after `attend_wide`, which takes 17 rows or more of heads of 128: rows of a sequence, with those
 # that fill up a token's to a power of two
@@ -73,9 +75,14 @@ _TABLE = {
 }
 
 
-def config(head_dim: int, rows: int) -> FewConfig:
-    """Launch parameters for heads of a size, and so many rows of a sequence."""
-    return _TABLE[head_dim, 16 if rows <= 16 else 32]
+def config(head_dim: int, rows: int, is_coded: bool = False) -> FewConfig:
+    """Launch parameters for heads of a size, and so many rows of a sequence.
+
+    Args:
+        is_coded: caches hold codes, beside which what they stand for takes registers.
+    """
+    c = _TABLE[head_dim, 16 if rows <= 16 else 32]
+    return replace(c, block_n=32) if is_coded and head_dim > 64 else c
 
 
 def row_bits(group: int) -> int:
@@ -95,13 +102,13 @@ def find(
         and rows <= MOST_ROWS
         and window == 0
         and q.dtype in DTYPES
-        and head_dim == v_cache.shape[3]
+        and head_dim == columns_of(v_cache)
         and head_dim in HEAD_DIMS
         and capability // 10 * 10 in CAPABILITIES
     )
     if not suits:
         return None
-    c = config(head_dim, rows)
+    c = config(head_dim, rows, holds_codes(v_cache.dtype))
     return c if are_pages_whole(num_pages, v_cache.shape[1], c.block_n) else None
 
 
@@ -153,20 +160,31 @@ _INTEGERS = (
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
+    yield from _all_shipped(capability)
+
+
+def in_codes(capability: int) -> Iterator[Shipped]:
+    """What engines whose caches hold codes launch instead, but for the types of caches."""
+    yield from _all_shipped(capability, is_coded=True)
+
+
+def _all_shipped(capability: int, is_coded: bool = False) -> Iterator[Shipped]:
     if capability not in CAPABILITIES:
         return
     for dtype in DTYPES:
         for head_dim in HEAD_DIMS:
             for rows in (16, 32):
-                c = config(head_dim, rows)
+                c = config(head_dim, rows, is_coded)
                 for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
                     for is_tree in (True, False):
-                        item = _shipped(dtype, head_dim, rows, page, is_tree)
+                        item = _shipped(dtype, head_dim, rows, c, page, is_tree)
                         yield from with_dependent(item, capability, dtype)
 
 
-def _shipped(dtype: torch.dtype, head_dim: int, rows: int, page: int, is_tree: bool) -> Shipped:
-    name, c = TYPE_NAMES[dtype], config(head_dim, rows)
+def _shipped(
+    dtype: torch.dtype, head_dim: int, rows: int, c: FewConfig, page: int, is_tree: bool
+) -> Shipped:
+    name = TYPE_NAMES[dtype]
     return Shipped(
         f"{name}-d{head_dim}-rows{rows}-page{page}-{'tree' if is_tree else 'causal'}",
         attend_few_kernel,

@@ -27,6 +27,7 @@ from specc.kernels.cuda.attend_softmax import (
 from specc.kernels.cuda.attend_visible import either, has_bit, node_bits
 from specc.kernels.cuda.attend_visits import NEVER, find_blocks
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
+from specc.kernels.cuda.kv_codes import in_words, load_scales, scales_at, values_of, weigh
 
 # full blocks of a program from which on they are loaded ahead of their use
 AHEAD = tl.constexpr(3)
@@ -85,20 +86,29 @@ def _take(
     b_l,  # [BM]
     b_m,  # [BM]
     b_q,  # [BM, D]
-    b_k,  # [BN, D]
-    b_v,  # [BN, D]
+    b_k,  # keys [BN / PAGE, PAGE, D]
+    b_v,  # values, likewise
+    b_k_scale,  # [BN / PAGE, PAGE, 1] of codes, or none
+    b_v_scale,
     m_s,  # [BM, BN]
     qk_scale,
     softcap,
     IS_MASKED: tl.constexpr,
 ):
     """Take a block into the running softmax."""
-    b_s = tl.dot(b_q, tl.trans(b_k))  # [BM, BN]
+    BN: tl.constexpr = b_k.shape[0] * b_k.shape[1]
+    b_k = tl.reshape(b_k, [BN, b_k.shape[2]])
+    b_v = tl.reshape(b_v, [BN, b_v.shape[2]])
+    b_s = tl.dot(b_q, tl.trans(values_of(b_k, b_q.dtype)))  # [BM, BN]
+    if b_k_scale is not None:
+        b_s = b_s * tl.reshape(b_k_scale, [BN])[None, :]
+        b_v_scale = tl.reshape(b_v_scale, [BN])
     if softcap is not None:
         b_s = capped(b_s, qk_scale, softcap)
         qk_scale = 1.0
     b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, qk_scale, IS_MASKED)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None])
+    b_p, b_v = weigh(b_p, b_v, b_v_scale, b_q.dtype)
+    b_acc = tl.dot(b_p, b_v, b_acc * b_shrink[:, None])
     return b_acc, b_l, b_m
 
 
@@ -190,13 +200,21 @@ def attend_few_kernel(
     # write again are older than the kernel before: blocks of them alone are read before the wait.
     ROWS: tl.constexpr = PAGE if PAGE > 0 else BN
     o_d = tl.arange(0, D)
-    p_k = k_cache + i_kv.to(tl.int64) * stride_kh
-    p_v = v_cache + i_kv.to(tl.int64) * stride_vh
+    p_k = k_cache + i_kv.to(tl.int64) * in_words(stride_kh, k_cache)
+    p_v = v_cache + i_kv.to(tl.int64) * in_words(stride_vh, v_cache)
+    stride_kb, stride_ks = in_words(stride_kb, k_cache), in_words(stride_ks, k_cache)
+    stride_vb, stride_vs = in_words(stride_vb, v_cache), in_words(stride_vs, v_cache)
+    IS_CODED: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth == 8
     num_old = tl.minimum(tl.minimum(length, first_new), capacity) // BN
     is_ahead = i_split + AHEAD * max_splits <= num_old
     b_row = _table_rows(block_table, i_split, num_pages, block_size, BN, PAGE)
     b_first_k = tl.zeros([BN // ROWS, ROWS, D], k_cache.dtype.element_ty)
     b_first_v = tl.zeros([BN // ROWS, ROWS, D], k_cache.dtype.element_ty)
+    b_first_k_scale = None
+    b_first_v_scale = None
+    if IS_CODED:
+        b_first_k_scale = tl.zeros([BN // ROWS, ROWS, 1], tl.float32)
+        b_first_v_scale = tl.zeros([BN // ROWS, ROWS, 1], tl.float32)
     if (i_split < num_old) & (is_ahead == 0):
         p_block = _page_pointers(
             p_k, b_row, i_split, block_size, num_blocks, stride_kb, stride_ks, D, BN, PAGE
@@ -206,6 +224,15 @@ def attend_few_kernel(
             p_v, b_row, i_split, block_size, num_blocks, stride_vb, stride_vs, D, BN, PAGE
         )
         b_first_v = _load_old(p_block, IS_DEPENDENT)
+        if IS_CODED:
+            p_block = _page_pointers(
+                p_k + D, b_row, i_split, block_size, num_blocks, stride_kb, stride_ks, 1, BN, PAGE
+            )
+            b_first_k_scale = _load_old(scales_at(p_block, 0), IS_DEPENDENT)
+            p_block = _page_pointers(
+                p_v + D, b_row, i_split, block_size, num_blocks, stride_vb, stride_vs, 1, BN, PAGE
+            )
+            b_first_v_scale = _load_old(scales_at(p_block, 0), IS_DEPENDENT)
     wait_alone(IS_DEPENDENT)
     p_q = q + o_t * stride_qt + o_h * stride_qh  # [BM]
     # queries of dead tokens may be NaN, and stay in their rows
@@ -238,9 +265,8 @@ def attend_few_kernel(
         b_row = _table_rows(block_table, i_rest, num_pages, block_size, BN, PAGE)
     elif i_split < tl.minimum(full, num_old):
         b_acc, b_l, b_m = _take(
-            b_acc, b_l, b_m, b_q, tl.reshape(b_first_k, [BN, D]),
-            tl.reshape(b_first_v, [BN, D]), 0, qk_scale,
-            softcap, False,
+            b_acc, b_l, b_m, b_q, b_first_k, b_first_v, b_first_k_scale, b_first_v_scale, 0,
+            qk_scale, softcap, False,
         )  # fmt: skip
         i_rest += splits
         b_row = _table_rows(block_table, i_rest, num_pages, block_size, BN, PAGE)
@@ -251,16 +277,34 @@ def attend_few_kernel(
         p_block_v = _page_pointers(
             p_v, b_row, i, block_size, num_blocks, stride_vb, stride_vs, D, BN, PAGE
         )
+        b_k_scale = None
+        b_v_scale = None
+        p_k_scale = p_block_k
+        p_v_scale = p_block_v
+        if IS_CODED:
+            p_k_scale = _page_pointers(
+                p_k + D, b_row, i, block_size, num_blocks, stride_kb, stride_ks, 1, BN, PAGE
+            )
+            p_v_scale = _page_pointers(
+                p_v + D, b_row, i, block_size, num_blocks, stride_vb, stride_vs, 1, BN, PAGE
+            )
         b_row = _table_rows(block_table, i + splits, num_pages, block_size, BN, PAGE)
         if i < full:
-            b_k = tl.reshape(tl.load(p_block_k), [BN, D])
-            b_v = tl.reshape(tl.load(p_block_v), [BN, D])
-            b_acc, b_l, b_m = _take(b_acc, b_l, b_m, b_q, b_k, b_v, 0, qk_scale, softcap, False)
+            b_k = tl.load(p_block_k)
+            b_v = tl.load(p_block_v)
+            if IS_CODED:
+                b_k_scale = load_scales(p_k_scale, 0, 0, False)
+                b_v_scale = load_scales(p_v_scale, 0, 0, False)
+            b_acc, b_l, b_m = _take(
+                b_acc, b_l, b_m, b_q, b_k, b_v, b_k_scale, b_v_scale, 0, qk_scale, softcap, False
+            )
         else:
             # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
             o_in = tl.arange(0, BN // ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
             m_key = i * BN + o_in < end  # [BN / ROWS, ROWS]
-            b_k = tl.reshape(tl.load(p_block_k, mask=m_key[:, :, None], other=0.0), [BN, D])
+            b_k = tl.load(p_block_k, mask=m_key[:, :, None], other=0.0)
+            if IS_CODED:
+                b_k_scale = load_scales(p_k_scale, m_key[:, :, None], 0, True)
             if IS_TREE:
                 b_low, b_high = node_bits(p_words, m_live, i * BN - length, num_words)
                 any_low = tl.reduce(b_low, 0, either)
@@ -271,8 +315,12 @@ def attend_few_kernel(
             else:
                 m_s = (i * BN + o_n)[None, :] <= b_position[:, None]
             m_s &= (i * BN + o_n < end)[None, :]
-            b_v = tl.reshape(tl.load(p_block_v, mask=m_key[:, :, None], other=0.0), [BN, D])
-            b_acc, b_l, b_m = _take(b_acc, b_l, b_m, b_q, b_k, b_v, m_s, qk_scale, softcap, True)
+            b_v = tl.load(p_block_v, mask=m_key[:, :, None], other=0.0)
+            if IS_CODED:
+                b_v_scale = load_scales(p_v_scale, m_key[:, :, None], 0, True)
+            b_acc, b_l, b_m = _take(
+                b_acc, b_l, b_m, b_q, b_k, b_v, b_k_scale, b_v_scale, m_s, qk_scale, softcap, True
+            )
 
     let_next_start(IS_DEPENDENT)
     m_any, b_total = end_softmax(b_l, m_live)

@@ -24,6 +24,7 @@ from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits, see
 from specc.kernels.cuda.attend_visits import extend_share, find_bounds, find_end, share_blocks
 from specc.kernels.cuda.attend_work import find_work
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
+from specc.kernels.cuda.kv_codes import in_words, load_scales, values_of, weigh
 
 
 @triton.jit
@@ -68,7 +69,13 @@ def attend_block(
     )  # fmt: skip
     p_k += i_k
     p_v += i_v
+    p_v_row = p_v + o_v
     p_v += o_v[:, None] + o_dv[None, :]  # [BN, BDV]
+    IS_CODED: tl.constexpr = p_k.dtype.element_ty.primitive_bitwidth == 8
+    b_k_scale = None
+    b_v_scale = None
+    if IS_CODED:
+        b_k_scale = load_scales(p_k + o_k, m_key, D, IS_MASKED)  # [BN]
 
     b_low = b_position
     b_high = b_position
@@ -90,11 +97,16 @@ def attend_block(
             )  # fmt: skip  # [BN, BM]
             m_v = m_key & (tl.max(m_seen.to(tl.int32), 1) > 0)
         b_v = tl.load(p_v, mask=m_v[:, None] & (o_dv < DV)[None, :], other=0.0)
+        if IS_CODED:
+            b_v_scale = load_scales(p_v_row, m_v, DV, True)
     else:
         b_v = load_rows(p_v, o_dv, DV, BDV)
+        if IS_CODED:
+            b_v_scale = load_scales(p_v_row, m_key, DV, False)
 
     if BC == BD:
         b_k = load_keys(p_k + o_k[:, None], tl.arange(0, BD), m_key, D, BD, IS_MASKED)
+        b_k = values_of(b_k, b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
     else:
         # without tensor cores a thread holds whole rows of its operands: a few columns at a time
@@ -104,7 +116,10 @@ def attend_block(
             m_q = m_live[:, None] & (o_c < D)[None, :]
             b_part = tl.load(p_q[:, None] + o_c[None, :], mask=m_q, other=0.0)
             b_k = load_keys(p_k + o_k[:, None], o_c, m_key, D, BD, IS_MASKED)
+            b_k = values_of(b_k, b_q.dtype)
             b_s = tl.dot(b_part, tl.trans(b_k), b_s, input_precision="ieee")
+    if b_k_scale is not None:
+        b_s = b_s * b_k_scale[None, :]
     own_scale = qk_scale
     if softcap is not None:
         b_s = capped(b_s, qk_scale, softcap)
@@ -123,7 +138,8 @@ def attend_block(
             b_high[:, None], window, sink, length, IS_TREE, CHUNK,
         )  # fmt: skip
     b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, own_scale, IS_MASKED)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision="ieee")
+    b_p, b_v = weigh(b_p, b_v, b_v_scale, b_q.dtype)
+    b_acc = tl.dot(b_p, b_v, b_acc * b_shrink[:, None], input_precision="ieee")
     return b_acc, b_l, b_m
 
 
@@ -258,8 +274,10 @@ def attend_kernel(
     b_m, b_l = start_softmax(sinks, o_h, m_row, i_split)
     b_acc = tl.zeros([BM, BDV], tl.float32)
     qk_scale = scale * LOG2E
-    p_k = k_cache + i_kv.to(tl.int64) * stride_kh
-    p_v = v_cache + i_kv.to(tl.int64) * stride_vh
+    p_k = k_cache + i_kv.to(tl.int64) * in_words(stride_kh, k_cache)
+    p_v = v_cache + i_kv.to(tl.int64) * in_words(stride_vh, v_cache)
+    stride_kb, stride_ks = in_words(stride_kb, k_cache), in_words(stride_ks, k_cache)
+    stride_vb, stride_vs = in_words(stride_vb, v_cache), in_words(stride_vs, v_cache)
     p_table = block_table + i_b.to(tl.int64) * stride_table  # type: ignore[attr-defined]
     p_words = ancestors + o_t.to(tl.int64) * stride_words
     rows = b_q, p_q, p_words, m_live, b_position

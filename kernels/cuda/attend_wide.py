@@ -99,6 +99,8 @@ def find(
         and is_one_tile
         and LEAST_ROWS <= rows <= TILE_ROWS[-1]
         and window == 0
+        # keys go from memory to the products as they are
+        and q.dtype == v_cache.dtype
         and q.dtype in DTYPES
         and head_dim == v_cache.shape[3]
         and head_dim in HEAD_DIMS

@@ -15,8 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.artifact.kv_rows import holds_codes
+from specc.kernels.cuda.kv_codes import check_words, in_words, load_scales, values_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.operators.block_mass import MOST_VOTERS
+from specc.kernels.reference.kv_rows import columns_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -30,8 +33,8 @@ _COLUMNS, _BLOCK_SIZE = 256, 16
 
 @triton.jit
 def _scores(
-    b_q, p_k, p_table, p_words, o_key, m_key, m_voter, b_position, length, num_words, num_blocks,
-    block_size, stride_kcb, stride_kcs, scale,
+    b_q, p_q, p_k, p_table, p_words, o_key, m_key, m_voter, b_position, length, num_words,
+    num_blocks, block_size, stride_kcb, stride_kcs, scale,
     D: tl.constexpr, BD: tl.constexpr, IS_TREE: tl.constexpr,
 ):  # fmt: skip
     """Scores [BT, BN] as powers of two, -inf for what a voter does not see."""
@@ -41,8 +44,22 @@ def _scores(
     # what a broken table names stays inside the cache
     b_block = tl.minimum(tl.maximum(b_block, 0), num_blocks - 1).to(tl.int64)
     o_k = b_block * stride_kcb + (o_key - i_page * block_size) * stride_kcs
-    b_k = tl.load(p_k + o_k[:, None] + o_d, mask=m_key[:, None] & (o_d < D), other=0.0)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+    IS_CODED: tl.constexpr = p_k.dtype.element_ty.primitive_bitwidth == 8
+    if IS_CODED and b_q.dtype == tl.float32:
+        # without tensor cores a thread holds whole rows, and of codes twice: some columns at a time
+        BC: tl.constexpr = min(16, BD)
+        b_s = tl.zeros([b_q.shape[0], o_key.shape[0]], tl.float32)
+        for i in tl.static_range(0, BD, BC):
+            o_c = i + tl.arange(0, BC)
+            b_part = tl.load(p_q + o_c, mask=m_voter[:, None] & (o_c < D), other=0.0)
+            b_k = tl.load(p_k + o_k[:, None] + o_c, mask=m_key[:, None] & (o_c < D), other=0)
+            b_s = tl.dot(b_part, tl.trans(values_of(b_k, tl.float32)), b_s, input_precision="ieee")
+        b_s = b_s * scale
+    else:
+        b_k = tl.load(p_k + o_k[:, None] + o_d, mask=m_key[:, None] & (o_d < D), other=0.0)
+        b_s = tl.dot(b_q, tl.trans(values_of(b_k, b_q.dtype)), input_precision="ieee") * scale
+    if IS_CODED:
+        b_s = b_s * load_scales(p_k + o_k, m_key, D, True)[None, :]
     if IS_TREE:
         o_node = o_key - length
         m_word = (o_node >= 0) & ((o_node >> 6) < num_words) & m_key
@@ -118,7 +135,8 @@ def _votes_kernel(
     last = tl.load(q_start + i_b + 1)
     length = tl.load(cache_len + i_b)
     p_table = block_table + i_b * stride_table
-    p_k = k_cache + i_h // (num_heads // num_kv_heads) * stride_kch
+    p_k = k_cache + i_h // (num_heads // num_kv_heads) * in_words(stride_kch, k_cache)
+    stride_kcb, stride_kcs = in_words(stride_kcb, k_cache), in_words(stride_kcs, k_cache)
 
     end = 0
     if tl.load(mass + i_b * stride_mass) >= 0.0:
@@ -135,14 +153,14 @@ def _votes_kernel(
         b_position = tl.load(position + b_t, mask=m_voter, other=0)
         p_words = words + b_t.to(tl.int64) * num_words
         o_d = tl.arange(0, BD)
-        p_q = q + i_h * stride_qh + b_t.to(tl.int64)[:, None] * stride_qt + o_d
-        b_q = tl.load(p_q, mask=m_voter[:, None] & (o_d < D), other=0.0)
+        p_q = q + i_h * stride_qh + b_t.to(tl.int64)[:, None] * stride_qt
+        b_q = tl.load(p_q + o_d, mask=m_voter[:, None] & (o_d < D), other=0.0)
         b_m = tl.full([BT], float("-inf"), tl.float32)
         b_l = tl.zeros([BT], tl.float32)
         for i in range(0, end, BN):
             o_key = i + tl.arange(0, BN)
             b_s = _scores(
-                b_q, p_k, p_table, p_words, o_key, o_key < end, m_voter, b_position, length,
+                b_q, p_q, p_k, p_table, p_words, o_key, o_key < end, m_voter, b_position, length,
                 num_words, num_blocks, block_size, stride_kcb, stride_kcs, scale, D, BD, IS_TREE,
             )  # fmt: skip
             b_most = tl.maximum(b_m, tl.max(b_s, 1))
@@ -159,8 +177,8 @@ def _votes_kernel(
             for i in range(column * block_size, after, BN):
                 o_key = i + tl.arange(0, BN)
                 b_s = _scores(
-                    b_q, p_k, p_table, p_words, o_key, o_key < after, m_voter, b_position, length,
-                    num_words, num_blocks, block_size, stride_kcb, stride_kcs, scale, D, BD,
+                    b_q, p_q, p_k, p_table, p_words, o_key, o_key < after, m_voter, b_position,
+                    length, num_words, num_blocks, block_size, stride_kcb, stride_kcs, scale, D, BD,
                     IS_TREE,
                 )  # fmt: skip
                 b_sum += tl.sum(tl.exp2(b_s - b_base[:, None]) * b_share[:, None], 0)
@@ -240,14 +258,16 @@ def block_mass(
 def _check(q: Tensor, k_cache: Tensor, mass: Tensor, num_seqs: int, num_pages: int) -> None:
     """Refuse what the kernel would misread."""
     head_dim, num_kv_heads = q.shape[2], k_cache.shape[2]
-    if q.dtype not in DTYPES or k_cache.dtype != q.dtype or mass.dtype != torch.float32:
+    is_known = k_cache.dtype == q.dtype or holds_codes(k_cache.dtype)
+    if q.dtype not in DTYPES or not is_known or mass.dtype != torch.float32:
         raise ValueError(
             f"block_mass: found {q.dtype}, {k_cache.dtype} and mass {mass.dtype}; needed one of"
-            f" {', '.join(map(str, DTYPES))} twice, and torch.float32"
+            f" {', '.join(map(str, DTYPES))} twice, or codes of keys, and torch.float32"
         )
-    if not 0 < head_dim <= most_head_dim(q.dtype) or k_cache.shape[3] != head_dim:
+    columns = columns_of(k_cache)
+    if not 0 < head_dim <= most_head_dim(q.dtype) or columns != head_dim:
         raise ValueError(
-            f"block_mass: found head sizes {head_dim} and {k_cache.shape[3]} in {q.dtype}; needed"
+            f"block_mass: found head sizes {head_dim} and {columns} in {q.dtype}; needed"
             f" one size of 1 to {most_head_dim(q.dtype)}"
         )
     if q.shape[0] % num_kv_heads:
@@ -259,6 +279,7 @@ def _check(q: Tensor, k_cache: Tensor, mass: Tensor, num_seqs: int, num_pages: i
             f"block_mass: found {mass.shape[0]} rows and {mass.shape[1]} columns of mass; needed"
             f" {num_seqs} and {num_pages}, those of the block table"
         )
+    check_words("block_mass", {"k_cache": k_cache})
     for label, tensor in {"q": q, "k_cache": k_cache, "mass": mass}.items():
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.kernels.cuda.kv_codes import codes_of, in_words, largest_of, store_row, store_scales
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.write_kv import DTYPES, SEARCH, cache_rows, check_cache
 
@@ -43,12 +44,27 @@ def _rotate_heads(
     # rounded to the dtype of the activations first, whatever the cache has
     b_y = (b_x * b_cos - b_x2 * b_sin).to(p_x.dtype.element_ty)
     b_y2 = (b_x2 * b_cos2 + b_x * b_sin2).to(p_x.dtype.element_ty)
-    tl.store(p_y + o_r, b_y.to(p_y.dtype.element_ty), mask=m_x & m_r)
-    tl.store(p_y + HALF + o_r, b_y2.to(p_y.dtype.element_ty), mask=m_x & m_r)
-    if D > R:
-        o_d = R + tl.arange(0, BREST)[None, None, :]
-        b_rest = tl.load(p_x + o_d, mask=m_x & (o_d < D), other=0.0)
-        tl.store(p_y + o_d, b_rest.to(p_y.dtype.element_ty), mask=m_x & (o_d < D))
+    if p_y.dtype.element_ty.primitive_bitwidth == 8:
+        # the scale of a row is that of all of its columns
+        b_largest = tl.maximum(largest_of(b_y), largest_of(b_y2))
+        if D > R:
+            o_d = R + tl.arange(0, BREST)[None, None, :]
+            b_rest = tl.load(p_x + o_d, mask=m_x & (o_d < D), other=0.0)
+            b_largest = tl.maximum(b_largest, largest_of(b_rest))
+            b_rest = codes_of(b_rest, b_largest, p_y.dtype.element_ty)
+            tl.store(p_y + o_d, b_rest, mask=m_x & (o_d < D))
+        b_y = codes_of(b_y, b_largest, p_y.dtype.element_ty)
+        b_y2 = codes_of(b_y2, b_largest, p_y.dtype.element_ty)
+        tl.store(p_y + o_r, b_y, mask=m_x & m_r)
+        tl.store(p_y + HALF + o_r, b_y2, mask=m_x & m_r)
+        store_scales(p_y, b_largest, m_x, D)
+    else:
+        tl.store(p_y + o_r, b_y.to(p_y.dtype.element_ty), mask=m_x & m_r)
+        tl.store(p_y + HALF + o_r, b_y2.to(p_y.dtype.element_ty), mask=m_x & m_r)
+        if D > R:
+            o_d = R + tl.arange(0, BREST)[None, None, :]
+            b_rest = tl.load(p_x + o_d, mask=m_x & (o_d < D), other=0.0)
+            tl.store(p_y + o_d, b_rest.to(p_y.dtype.element_ty), mask=m_x & (o_d < D))
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -121,14 +137,17 @@ def _rope_write_kernel(
         b_row = b_row[:, None, None]
         m_live = m_live[:, None, None]
         m_k = m_live & (o_h < num_kv_heads)
+        stride_kcb, stride_kcs = in_words(stride_kcb, k_cache), in_words(stride_kcs, k_cache)
+        stride_vcb, stride_vcs = in_words(stride_vcb, v_cache), in_words(stride_vcs, v_cache)
+        stride_kch, stride_vch = in_words(stride_kch, k_cache), in_words(stride_vch, v_cache)
         p_k = k + o_t3 * stride_kt + o_h * stride_kh
         p_kc = k_cache + b_block * stride_kcb + b_row * stride_kcs + o_h * stride_kch
         _rotate_heads(p_k, p_kc, p_cos, p_sin, m_k, m_live, D, R, BR, BREST)
         o_dv = tl.arange(0, BDV)[None, None, :]
         m_v = m_k & (o_dv < DV)
         b_v = tl.load(v + o_t3 * stride_vt + o_h * stride_vh + o_dv, mask=m_v, other=0.0)
-        p_vc = v_cache + b_block * stride_vcb + b_row * stride_vcs + o_h * stride_vch + o_dv
-        tl.store(p_vc, b_v.to(v_cache.dtype.element_ty), mask=m_v)
+        p_vc = v_cache + b_block * stride_vcb + b_row * stride_vcs + o_h * stride_vch
+        store_row(p_vc, o_dv, b_v, m_k, DV)
 
 
 def config(num_tokens: int) -> tuple[int, int, int]:
@@ -156,7 +175,8 @@ def rope_write(
     _check_rotation(q, k, cos, sin)
     num_heads, num_tokens, head_dim = q.shape
     num_kv_heads = k.shape[0]
-    num_blocks, block_size, _, value_dim = v_cache.shape
+    num_blocks, block_size = v_cache.shape[:2]
+    value_dim = v.shape[2]
     num_seqs, num_pages = block_table.shape
     out = q.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens == 0:

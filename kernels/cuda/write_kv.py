@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.artifact.kv_rows import holds_codes
+from specc.kernels.cuda.kv_codes import check_words, in_words, store_row
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.reference.kv_rows import columns_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -93,17 +96,21 @@ def _write_kv_kernel(
     b_block = b_block[:, None, None]
     b_row = b_row[:, None, None]
 
+    stride_kcb, stride_kcs = in_words(stride_kcb, k_cache), in_words(stride_kcs, k_cache)
+    stride_vcb, stride_vcs = in_words(stride_vcb, v_cache), in_words(stride_vcs, v_cache)
+    stride_kch, stride_vch = in_words(stride_kch, k_cache), in_words(stride_vch, v_cache)
+
     o_d = tl.arange(0, BD)[None, None, :]
     m_k = m_row & (o_d < D)  # [BT, BH, BD]
     b_k = tl.load(k + o_t * stride_kt + o_h * stride_kh + o_d, mask=m_k, other=0.0)
-    p_k = k_cache + b_block * stride_kcb + b_row * stride_kcs + o_h * stride_kch + o_d
-    tl.store(p_k, b_k.to(k_cache.dtype.element_ty), mask=m_k)
+    p_k = k_cache + b_block * stride_kcb + b_row * stride_kcs + o_h * stride_kch
+    store_row(p_k, o_d, b_k, m_row, D)
 
     o_dv = tl.arange(0, BDV)[None, None, :]
     m_v = m_row & (o_dv < DV)  # [BT, BH, BDV]
     b_v = tl.load(v + o_t * stride_vt + o_h * stride_vh + o_dv, mask=m_v, other=0.0)
-    p_v = v_cache + b_block * stride_vcb + b_row * stride_vcs + o_h * stride_vch + o_dv
-    tl.store(p_v, b_v.to(v_cache.dtype.element_ty), mask=m_v)
+    p_v = v_cache + b_block * stride_vcb + b_row * stride_vcs + o_h * stride_vch
+    store_row(p_v, o_dv, b_v, m_row, DV)
 
 
 def config(num_tokens: int, num_kv_heads: int) -> tuple[int, int, int]:
@@ -128,7 +135,8 @@ def write_kv(
     """Write K and V of the live tokens to the cache; see `write_kv_reference`."""
     check_cache("write_kv", k, v, k_cache, v_cache, q_start, slot, block_table)
     num_kv_heads, num_tokens, head_dim = k.shape
-    num_blocks, block_size, _, value_dim = v_cache.shape
+    num_blocks, block_size = v_cache.shape[:2]
+    value_dim = v.shape[2]
     num_seqs, num_pages = block_table.shape
     if num_tokens == 0 or num_seqs == 0:
         return
@@ -161,8 +169,9 @@ def check_cache(
     block_table: Tensor,
 ) -> None:
     """Refuse what a kernel that writes to the cache would misread."""
+    coded = [cache for cache in (k_cache, v_cache) if holds_codes(cache.dtype)]
     for tensor in (k, v, k_cache, v_cache):
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES and not any(tensor is cache for cache in coded):
             raise ValueError(
                 f"{name}: found {tensor.dtype}; needed one of {', '.join(map(str, DTYPES))}"
             )
@@ -171,8 +180,8 @@ def check_cache(
     if (
         v.shape[:2] != k.shape[:2]
         or k_cache.shape[:2] != v_cache.shape[:2]
-        or k_cache.shape[2:] != (num_kv_heads, head_dim)
-        or v_cache.shape[2:] != (num_kv_heads, value_dim)
+        or (*k_cache.shape[2:-1], columns_of(k_cache)) != (num_kv_heads, head_dim)
+        or (*v_cache.shape[2:-1], columns_of(v_cache)) != (num_kv_heads, value_dim)
     ):
         raise ValueError(
             f"{name}: found k {tuple(k.shape)}, v {tuple(v.shape)}, k_cache"
@@ -187,6 +196,7 @@ def check_cache(
             f"{name}: found q_start {tuple(q_start.shape)}, slot {tuple(slot.shape)}, block_table"
             f" {tuple(block_table.shape)}; needed [B + 1], [{num_tokens}] and [B, n]"
         )
+    check_words(name, {"k_cache": k_cache, "v_cache": v_cache})
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
     tensors |= {"q_start": q_start, "slot": slot, "block_table": block_table}
     for label, tensor in tensors.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from specc.artifact.kv_rows import INT8, row_bytes
+from specc.artifact.kv_rows import AUTO, row_bytes
 from specc.artifact.mla_cache import LATENT
 from specc.errors import ConfigError
 from specc.kernels import ops
@@ -115,13 +115,13 @@ class AbsorbLatent(Pass):
         return result
 
     def _layer_over(self, layer: AttentionLayer, found: Latent) -> AttentionLayer:
-        # a row of int8 has a scale of its own, which the whole row decides
+        # a row of codes has a scale of its own, which the whole row decides
         return replace_fields(
             layer,
             num_kv_heads=1,
             head_dim=found.size + sum(width_of(part.source) for part in found.shared),
             value_dim=found.size,
-            values_in_keys=self._kv_cache_dtype != INT8,
+            values_in_keys=self._kv_cache_dtype == AUTO,
         )
 
     def _require_room(self, layer: AttentionLayer) -> None:

@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
+from specc.artifact.kv_rows import holds_codes
 from specc.kernels import ops
 from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.program import Program, bind_args, emit_call, replace
@@ -84,7 +85,10 @@ def _after(linear: fx.Node, bias: fx.Node | None) -> tuple[fx.Node, torch._ops.O
 
 
 def rope_after(linear: fx.Node) -> fx.Node | None:
-    """The `rope_write` whose q, k and v are the heads of a linear layer, and nothing else reads."""
+    """The `rope_write` whose q, k and v are the heads of a linear layer, and nothing else reads.
+
+    None, too, where caches hold codes.
+    """
     seen, stack, found = {linear}, [linear], set()
     while stack:
         for user in stack.pop().users:
@@ -99,6 +103,9 @@ def rope_after(linear: fx.Node) -> fx.Node | None:
         return None
     (rope,) = found
     bound = bind_args(rope)
+    if holds_codes(bound["k_cache"].meta["val"].dtype):
+        # a scale is that of a whole row, of which a program has some columns
+        return None
     heads, kv_heads, head_dim = (int(x) for x in _shape(bound["q"], bound["k"]))
     sizes = {int(bound[name].meta["val"].shape[-1]) for name in ("q", "k", "v", "cos", "sin")}
     if sizes != {head_dim} or head_dim % 2:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from specc.artifact.kv_rows import CODED, INT8
 from specc.close_name import advice
 from specc.errors import ConfigError
 
@@ -52,14 +53,16 @@ class BackendFacts:
         takes_ranks: several processes may run an engine together, each with a part of the target.
         voting_dims: type → largest heads whose queries can vote on blocks in it, where there is a
             limit.
-        takes_int8_rows: its caches may hold K and V as int8.
+        kv_rows: as what its caches may hold K and V besides the type of the model, of `int8` and
+            `fp8`.
         offloads_weights: what its programs may run without in memory: `segments` are read from
             files, pass by pass, and single `weights` copied from the host to a GPU.
         holds_weights: its programs read weights from memory of their own, or from mapped files,
             as `mmap` says.
         attention_extras: what its attention computes besides masked products of keys and values of
             one width: `sinks`, `softcap`, `slopes`, `chunks`, `value width`, and `latent`, where
-            values are the first columns of keys, and caches hold them once.
+            values are the first columns of keys, and caches hold them once; `coded latent`, where
+            they have rows of their own, as codes need.
         quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8`,
             `mxfp4` and `ggml`, blocks of GGUF files.
         quantized_extras: what such weights may have there: `zero points` of their own, and `short
@@ -99,7 +102,7 @@ class BackendFacts:
     runs_all: bool = False
     takes_ranks: bool = False
     voting_dims: tuple[tuple[str, int], ...] = ()
-    takes_int8_rows: bool = False
+    kv_rows: tuple[str, ...] = ()
     offloads_weights: Literal["", "segments", "weights"] = ""
     holds_weights: bool = False
     attention_extras: tuple[str, ...] = ()
@@ -148,7 +151,7 @@ class BackendFacts:
 
 
 _TWO_DTYPES = ("float32", "bfloat16")
-VALUE_WIDTH, LATENT_ROWS = "value width", "latent"
+VALUE_WIDTH, LATENT_ROWS, CODED_LATENT = "value width", "latent", "coded latent"
 _EXTRAS = ("sinks", "softcap", "slopes", "chunks", VALUE_WIDTH, LATENT_ROWS)
 GGML = "ggml"
 _QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
@@ -198,8 +201,8 @@ register(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, is_data=True,
         by_default=True, takes_views=True, fills_blocks=True,
         takes_ranks=True,
-        attention=NATIVE, takes_int8_rows=True, offloads_weights="segments", holds_weights=True,
-        attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
+        attention=NATIVE, kv_rows=(INT8,), offloads_weights="segments", holds_weights=True,
+        attention_extras=(*_EXTRAS, CODED_LATENT), quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
         cuts_quantized=True, takes_activation_bits=True, options=(*_ON_CPU, "batch_invariant"),
         keeps_states=True, drafts_keep_states=True,
@@ -212,11 +215,11 @@ register(
         voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
         offloads_weights="weights", quantized=_QUANTIZED, quantized_extras=_QUANTIZED_EXTRAS,
         overlaps=True, decoded_bytes=64 << 20, keeps_states=True,
-        attention_extras=_EXTRAS, most_latent=(512, 64),
+        kv_rows=CODED, attention_extras=_EXTRAS, most_latent=(512, 64),
         expands_prompts=False,
         options=(
-            *_RANKS, *_ROUNDS, "draft_ranks", "pipeline_parallel_size", "weight_fragments",
-            "batch_invariant",
+            *_RANKS, *_ROUNDS, "draft_ranks", "kv_cache_dtype", "pipeline_parallel_size",
+            "weight_fragments", "batch_invariant",
         ),
     )
 )  # fmt: skip
@@ -225,7 +228,7 @@ register(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, is_data=True,
         by_default=True, takes_views=True, fills_blocks=True, runs_all=True, takes_ranks=True,
         attention=SPLIT,
-        takes_int8_rows=True, attention_extras=_EXTRAS, quantized=(*_QUANTIZED, GGML),
+        kv_rows=CODED, attention_extras=(*_EXTRAS, CODED_LATENT), quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
         cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU, keeps_states=True,
         drafts_keep_states=True,

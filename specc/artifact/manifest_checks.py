@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from specc.artifact.backends import ACTIVATION_BITS, BackendFacts, backend_names, facts_of
 from specc.artifact.block_sums import digits_of
-from specc.artifact.kv_rows import AUTO, KV_CACHE_DTYPES
+from specc.artifact.kv_rows import AUTO
 from specc.artifact.manifest_decoding import invalid
 from specc.artifact.manifest_entries import (
     AdapterEntry,
@@ -171,7 +171,7 @@ def check_kv_rows(kv_cache_dtype: str, backend: str) -> None:
     Raises:
         EngineError: no type that this version knows, or one that the backend does not read.
     """
-    known = KV_CACHE_DTYPES if facts_of(backend).takes_int8_rows else (AUTO,)
+    known = (AUTO, *facts_of(backend).kv_rows)
     if kv_cache_dtype not in known:
         raise invalid(f"kv_cache_dtype is {kv_cache_dtype!r}", " or ".join(known))
 

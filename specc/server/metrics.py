@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from specc.artifact.kv_rows import AUTO
 from specc.runtime.service.service import Service, Update
 from specc.runtime.service.state import Health, ServiceState
 from specc.sampling.params import SamplingParams
@@ -266,8 +267,13 @@ class ServeMetrics(Collector):
         for name in self._plans:
             plan.add_metric([*self._label, name], now.get(name, 0))
         yield plan
-        shape = self._service.engine.cache.shape
-        cache = {"block_size": shape.rows_per_block, "num_gpu_blocks": state.num_blocks}
+        engine = self._service.engine
+        rows = engine.manifest.kv_cache_dtype if engine.manifest else AUTO
+        cache = {
+            "block_size": engine.cache.shape.rows_per_block,
+            "num_gpu_blocks": state.num_blocks,
+            "cache_dtype": rows,
+        }
         info = self._family(GaugeMetricFamily, "cache_config_info", "Of the cache; 1.", *cache)
         info.add_metric([*self._label, *map(str, cache.values())], 1)
         yield info

@@ -124,7 +124,7 @@ ENGINE: Mapping[str, Answer] = {
         "experts as the engine was compiled", "leave it out", (None, False)
     ),
     "kv_cache_dtype": Unsupported(
-        "a cache as the engine was compiled for (auto or int8)",
+        "a cache as the engine was compiled for (auto, int8 or fp8)",
         _AT_COMPILE.format("kv-cache-dtype"),
         (None, "auto"),
     ),

@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.artifact.kv_rows import holds_codes
 from specc.errors import FaultError
+from specc.kernels.reference.kv_rows import columns_of, store_rows
 from specc.runtime.backends.captured.captured_step import CapturedStep
 from specc.runtime.backends.cuda.kept_measurements import KeptLaunches
 from specc.runtime.backends.graph_device import Graph, GraphDevice
@@ -294,11 +296,10 @@ class _Trial:
         with torch.inference_mode():
             for region in self._regions:
                 # as they are drawn once for all layers and blocks, they take no memory to speak of
-                sizes = region.shape[-3:]
-                is_real = region.is_floating_point()
+                sizes = (*region.shape[-3:-1], columns_of(region))
                 drawn = (
-                    torch.randn(sizes, generator=dice)
-                    if is_real
+                    store_rows(torch.randn(sizes, generator=dice), region.dtype)
+                    if region.is_floating_point() or holds_codes(region.dtype)
                     else torch.randint(0, 8, sizes, generator=dice)
                 )
                 self._drawn.append(drawn.to(region.device, region.dtype).expand_as(region))

@@ -44,6 +44,9 @@ CAPABILITIES = (80, 90, 100, 120)
 ATTENTION = ("attend", "attend_few", "attend_wide", "attend_latent")
 # what calls of attention may have, and configurations ship without
 BESIDE = ("sinks", "softcap")
+# files with kernels over caches that may hold codes, and the types of these
+OVER_CODES = ("write_kv", "rope_write", "block_mass", "attend", "attend_few")
+CODES = {"int8": "*i8", "fp8": "*u8"}
 # arguments whose memory no step writes
 CONSTANTS = ("weight",)
 # what kernels that fill the device read in their loops
@@ -81,16 +84,22 @@ class Usage:
     tensor_core: int
 
 
-def items(module: str, capability: int, chunk: int = 0, beside: Collection[str] = ()) -> list[Any]:
+def items(
+    module: str, capability: int, chunk: int = 0, beside: Collection[str] = (), rows: str = ""
+) -> list[Any]:
     """What a file ships for a capability.
 
     Args:
         chunk: what it has for chunks of so many positions; 0 is none.
         beside: those of `BESIDE` that calls have.
+        rows: what caches hold, of `CODES`; else the type of the queries.
     """
     file = importlib.import_module(f"specc.kernels.cuda.{module}")
-    found = file.in_chunks(capability, chunk) if chunk else file.shipped(capability)
-    return [with_beside(item, beside) for item in found]
+    if rows and hasattr(file, "in_codes"):
+        found = file.in_codes(capability)
+    else:
+        found = file.in_chunks(capability, chunk) if chunk else file.shipped(capability)
+    return [with_rows(with_beside(item, beside), rows) for item in found]
 
 
 def with_beside(item: Any, names: Collection[str]) -> Any:
@@ -104,6 +113,16 @@ def with_beside(item: Any, names: Collection[str]) -> Any:
         constexprs={name: x for name, x in item.constexprs.items() if name not in names},
         divisible=(*item.divisible, *(name for name in names if name == "sinks")),
     )
+
+
+def with_rows(item: Any, kind: str) -> Any:
+    """A configuration over caches of codes: rows have four bytes more, so few strides align."""
+    caches = {name: CODES[kind] for name in item.signature if kind and name.endswith("_cache")}
+    if not caches:
+        return item
+    aligned = [name for name in item.divisible if not re.match("stride_[kv]c?[bsh]$", name)]
+    signature = {**item.signature, **caches}
+    return replace(item, name=f"{item.name}-{kind}", signature=signature, divisible=aligned)
 
 
 def usage(item: Any, capability: int) -> Usage:
@@ -251,6 +270,7 @@ def main() -> int:
     parser.add_argument("--names", nargs="+", help="these alone: sm_90/rows/tree_rows")
     parser.add_argument("--chunk", type=int, default=0, help="positions; of `--only attend`")
     parser.add_argument("--beside", nargs="+", default=(), choices=BESIDE, help="of attention")
+    parser.add_argument("--rows", default="", choices=CODES, help="what caches hold")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tables", type=Path, help="folder of budget tables to write")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing later")
@@ -259,6 +279,10 @@ def main() -> int:
         parser.error("--chunk goes with --only attend, and without --tables")
     if options.beside and (not set(options.only) <= set(ATTENTION) or options.tables):
         parser.error(f"--beside goes with --only {' '.join(ATTENTION)}, and without --tables")
+    if options.rows and (
+        options.chunk or not set(options.only) <= set(OVER_CODES) or options.tables
+    ):
+        parser.error(f"--rows goes with --only {' '.join(OVER_CODES)}, and without --tables")
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
     from triton import __version__, knobs
 
@@ -268,7 +292,7 @@ def main() -> int:
         (capability, f"{module}/{item.name}", item)
         for capability in options.capabilities
         for module in options.only
-        for item in items(module, capability, options.chunk, options.beside)
+        for item in items(module, capability, options.chunk, options.beside, options.rows)
         if options.names is None or f"sm_{capability}/{module}/{item.name}" in options.names
     ]
     lines = []

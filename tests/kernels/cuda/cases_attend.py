@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.artifact.kv_rows import AUTO, stored_row
 from specc.kernels.cuda.attend import attend
 from specc.kernels.reference.core import attend_reference
+from specc.kernels.reference.kv_rows import store_rows
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.kernels.cuda.interpreted_calls import patch_calls
@@ -69,6 +71,7 @@ class Case:
     chunk: int = 0  # positions; 0 is no chunks
     sinks: float = 0.0  # score of the first head's; 0 is none
     softcap: float = 0.0  # 0 is none
+    rows: str = AUTO  # how caches hold rows, see `specc.artifact.kv_rows`
 
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -221,7 +224,8 @@ def make_call(case: Case, device: torch.device) -> Call:
             values = torch.randn(shape, device=device)
         place = table[b, slot // block_size].long(), slot % block_size
         cache[tuple(index.to(device) for index in place)] = values.to(case.dtype)
-        caches.append(cache)
+        # what is not there has a scale that is NaN
+        caches.append(store_rows(cache, stored_row(size, case.dtype, case.rows)[1]))
 
     # queries as a slice of one fused projection; those of dead tokens are NaN
     width = num_heads * case.sizes[0]

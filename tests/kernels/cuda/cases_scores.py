@@ -1,8 +1,11 @@
-"""Cases of `attend` whose scores are more than products: slopes, chunks, sinks, softcaps."""
+"""Cases of `attend` whose scores are more than products: slopes, chunks, sinks, softcaps, codes."""
 
 from __future__ import annotations
 
-from tests.kernels.cuda.cases_attend import BF16, F16, Case
+from dataclasses import replace
+
+from specc.artifact.kv_rows import CODED, FP8, INT8
+from tests.kernels.cuda.cases_attend import BF16, CASES, F16, Case
 
 SLOPED_CASES = {
     "tree": Case(((7, 40), (1, 10), (5, 32)), splits=2, slopes=0.5),
@@ -116,3 +119,34 @@ SOFTCAP_CASES = {
     ),
     "chunks": Case(((9, 46), (7, 48)), splits=2, chunk=16, softcap=0.7),
 }
+# caches of codes: every shape of a pass, of one kind or the other, and some of both
+CODED_CASES = {
+    **{
+        name: replace(CASES[name], rows=CODED[i % 2])
+        for i, name in enumerate(
+            (
+                "plain-decode", "two-tokens-catch-up", "tree-odd-pages", "tree-dense",
+                "tree-whole-pages", "tree-of-3-words", "tree-tiles-of-128", "tree-aligned",
+                "draft-level", "tree-window", "tree-window-sink", "sink-beyond-window", "prefill",
+                "prefill-fp32", "prefill-window", "prefill-window-sink", "dead-tokens",
+                "dead-batch", "value-size", "head-192", "head-128", "head-256", "head-256-fp32",
+                "head-8", "many-splits", "empty-splits", "chosen-splits",
+            )
+        )
+    },
+    **{f"tree-{kind}": replace(CASES["tree"], rows=kind) for kind in CODED},
+    **{
+        f"{name}-half-{kind}": replace(CASES["tree-aligned"], dtype=dtype, rows=kind)
+        for name, dtype in (("brain", BF16), ("small", F16))
+        for kind in CODED
+    },
+    "slopes": replace(SLOPED_CASES["tree-of-64-half"], rows=INT8),
+    "chunks": replace(CHUNKED_CASES["tree-half"], rows=FP8),
+    "chunks-prefill": replace(CHUNKED_CASES["prefill"], rows=INT8),
+    "sinks": replace(SINK_CASES["tree-odd-pages"], rows=FP8),
+    "sinks-window": replace(SINK_CASES["tree-window-sink"], rows=INT8),
+    "softcap": replace(SOFTCAP_CASES["tree-half"], rows=INT8),
+    "softcap-sinks": replace(SOFTCAP_CASES["sinks-window"], rows=FP8),
+    # as wide as what the tiles for floats take
+    "wide": Case(((24, 150),), True, BF16, (4, 2), (128, 128), rows=INT8),
+}  # fmt: skip

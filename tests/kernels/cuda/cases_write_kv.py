@@ -7,16 +7,17 @@ compared, so that a row written beside its place is found wherever it lands.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from specc.artifact.kv_rows import CODED, stored_row
 from specc.kernels.cuda.write_kv import write_kv
 from specc.kernels.reference.core import write_kv_reference
 
-# exact in all dtypes
-CANARY = 12288.0
+# exact in all dtypes; of codes, one of them
+CANARY, CANARY_CODE = 12288.0, 77
 BAD_BLOCK = 1_000_000_000
 
 
@@ -33,6 +34,7 @@ class Case:
         dead: tokens (flat) that are dead.
         tail: tokens after those of the last sequence.
         cache_dtype: None is the same.
+        rows: how caches hold rows, see `specc.artifact.kv_rows`.
         angle_dtype: of cos and sin; None is the same.
     """
 
@@ -46,6 +48,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
     angle_dtype: torch.dtype | None = None
+    rows: str = "auto"
 
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -65,6 +68,13 @@ CASES = {
     "many-sequences": Case(((0, 0),) * 300 + ((2, 9), (0, 3), (1, 0)), (2, 1), (16, 16)),
     "wider-cache": Case(((3, 8),), cache_dtype=F32, dtype=BF16, angle_dtype=F32),
     "head-256": Case(((2, 3),), (2, 1), (256, 256), rotated=64),
+}
+_CODED = (
+    "decode", "one-token", "tree", "partial", "partial-odd-half", "odd-pages", "value-size",
+    "dead-tokens", "dead-batch", "chunk", "head-256",
+)  # fmt: skip
+CODED_CASES = {
+    f"{name}-{kind}": replace(CASES[name], rows=kind) for name in _CODED for kind in CODED
 }
 
 
@@ -88,11 +98,11 @@ def make_rows(case: Case, device: torch.device) -> dict[str, Tensor]:
     for name, part, size in zip("kv", fused.split(widths, 1), case.sizes, strict=True):
         args[name] = part.view(num_tokens, num_kv_heads, size).transpose(0, 1)
     for i, (name, size) in enumerate(zip("kv", case.sizes, strict=True)):
+        size, stored = stored_row(size, case.cache_dtype or case.dtype, case.rows)
         # what a block beyond the cache would be lies in the slab, too
         shape = (3, 2, num_blocks, block_size, num_kv_heads, size)
-        args[f"{name}_slab"] = torch.full(
-            shape, CANARY, dtype=case.cache_dtype or case.dtype, device=device
-        )
+        canary = CANARY if stored.is_floating_point else CANARY_CODE
+        args[f"{name}_slab"] = torch.full(shape, canary, dtype=stored, device=device)
         args[f"{name}_cache"] = args[f"{name}_slab"][1, i]
     table = torch.randperm(num_blocks)[: len(case.seqs) * num_pages].view(-1, num_pages).int()
     for b, (tokens, first) in enumerate(case.seqs):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.artifact.kv_rows import SCALE_BYTES
 from specc.kernels.cuda import (
     accept_winners,
     act_and_mul,
@@ -308,7 +309,7 @@ def _history_arguments() -> tuple[Tensor, ...]:
     return history, table, _meta(4, dtype=I32), _meta(4, 2, dtype=I64)
 
 
-def attend_calls(chunk: int = 0) -> Iterator[Any]:
+def attend_calls(chunk: int = 0, stored: torch.dtype | None = None) -> Iterator[Any]:
     # one token, a chain, a tree and a chunk of a prompt; dense rows and pages of 16
     for dtype in FLOATS:
         for size in (64, 80, 96, 128, 256):
@@ -317,8 +318,9 @@ def attend_calls(chunk: int = 0) -> Iterator[Any]:
                     for is_tree in (True, False):
                         for splits in (1, 5):
                             yield _attend(
-                                dtype, size, num_tokens, pages, is_tree, splits, 2, chunk=chunk
-                            )
+                                dtype, size, num_tokens, pages, is_tree, splits, 2,
+                                chunk=chunk, stored=stored,
+                            )  # fmt: skip
 
 
 def _invariant_attend_calls() -> Iterator[Any]:
@@ -333,7 +335,7 @@ def _invariant_attend_calls() -> Iterator[Any]:
                     )  # fmt: skip
 
 
-def _attend_few_calls() -> Iterator[Any]:
+def attend_few_calls(stored: torch.dtype | None = None) -> Iterator[Any]:
     # elsewhere such a call is one of the kernel for all batches
     if attend.machine(torch.device("meta"))[0] not in attend_few.CAPABILITIES:
         return
@@ -344,7 +346,9 @@ def _attend_few_calls() -> Iterator[Any]:
                 for pages in ((1, 4096), (256, 16)):
                     for is_tree in (True, False):
                         for splits in (1, 5):
-                            yield _attend(dtype, size, num_tokens, pages, is_tree, splits, 1, 6)
+                            yield _attend(
+                                dtype, size, num_tokens, pages, is_tree, splits, 1, 6, stored=stored
+                            )
 
 
 def _attend_wide_calls() -> Iterator[Any]:
@@ -370,11 +374,13 @@ def _attend(
     num_seqs: int,
     num_heads: int = 8,
     chunk: int = 0,
+    stored: torch.dtype | None = None,
     attend: Callable[..., Tensor] = attend.attend,
 ) -> Tensor:
     num_pages, block_size = pages
     num_tokens *= num_seqs
-    cache = _meta(num_pages + 3, block_size, 2, size, dtype=dtype)
+    columns = size + (SCALE_BYTES if stored else 0)
+    cache = _meta(num_pages + 3, block_size, 2, columns, dtype=stored or dtype)
     position, slot = _meta(num_tokens, dtype=I64), _meta(num_tokens, dtype=I32)
     words = _meta(num_tokens, -(-num_tokens // 64), dtype=I64) if is_tree else None
     options = {} if splits is None else {"num_splits": splits}
@@ -423,7 +429,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "accept_winners": _accept_winners_calls,
     "act_and_mul": _act_and_mul_calls,
     "attend": attend_calls,
-    "attend_few": _attend_few_calls,
+    "attend_few": attend_few_calls,
     "attend_latent": _attend_latent_calls,
     "attend_wide": _attend_wide_calls,
     "invariant_attend": _invariant_attend_calls,

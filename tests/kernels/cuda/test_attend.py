@@ -10,21 +10,32 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
+from specc.artifact.kv_rows import CODED, FP8, INT8, SCALE_BYTES
 from specc.kernels.cuda import arrivals, attend_config
 from specc.kernels.cuda import attend as module
 from specc.kernels.cuda.launch import even_tokens
 from specc.kernels.cuda.shipped import CAPABILITIES
+from specc.kernels.reference.kv_rows import read_rows, store_rows
 from tests.kernels.cuda.cases_attend import (
     BF16,
     CASES,
     F16,
     GPU_CASES,
+    Call,
     Case,
     check_attend,
     check_bad_data,
+    check_call,
     make_call,
+    run,
 )
-from tests.kernels.cuda.cases_scores import CHUNKED_CASES, SINK_CASES, SLOPED_CASES, SOFTCAP_CASES
+from tests.kernels.cuda.cases_scores import (
+    CHUNKED_CASES,
+    CODED_CASES,
+    SINK_CASES,
+    SLOPED_CASES,
+    SOFTCAP_CASES,
+)
 from tests.kernels.cuda.covering_attend import COVERING_CASES, FACTORS, ROWS, pairs_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -89,6 +100,41 @@ SLOW = {"many-sequences", *(f"pairs-{i}" for i in range(1, len(COVERING_CASES), 
 )
 def test_attend(name: str, device: torch.device) -> None:
     check_attend(RUN[name], device)
+
+
+@pytest.mark.parametrize("name", CODED_CASES)
+def test_codes(name: str, device: torch.device) -> None:
+    """What codes and scales stand for, and of rows that nobody sees neither."""
+    check_attend(CODED_CASES[name], device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, F16])
+@pytest.mark.parametrize("stored", [torch.int8, torch.uint8])
+def test_every_code_is_a_number(
+    dtype: torch.dtype, stored: torch.dtype, device: torch.device
+) -> None:
+    """A token that sees itself alone gets its value: all codes but e4m3's two that are none."""
+    rows = {torch.int8: INT8, torch.uint8: FP8}[stored]
+    case = Case(((1, 0),), True, dtype, (1, 1), (256, 256), rows=rows)
+    call = make_call(case, device)
+    v_cache = call.args[2].clone()
+    v_cache[..., :-SCALE_BYTES] = torch.arange(256, dtype=torch.uint8).view(stored)
+    v_cache[..., :-SCALE_BYTES].view(torch.uint8)[..., [127, 255]] = 0
+    v_cache[..., -SCALE_BYTES:] = torch.tensor([2.0**-3]).view(stored)
+    out = module.attend(*call.args[:2], v_cache, *call.args[3:], **call.options)
+    assert torch.equal(out[0, 0].float(), read_rows(v_cache)[0, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_small_values(dtype: torch.dtype, kind: str, tokens: int, device: torch.device) -> None:
+    """Scales below what float16 has: their weights and values are not."""
+    case = Case(((tokens, 70),), True, dtype, (4, 2), rows=kind)
+    call = make_call(case, device)
+    cache = read_rows(call.args[2])
+    small = store_rows(cache * 2e-4, call.args[2].dtype)
+    check_call(case, Call((*call.args[:2], small, *call.args[3:]), call.options), run)
 
 
 @pytest.mark.default(

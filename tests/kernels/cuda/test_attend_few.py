@@ -44,6 +44,14 @@ CASES = {
     "softcap-ahead": Case(((6, 900),), True, F16, HEADS, splits=3, softcap=0.7, sinks=3.0),
     "softcap-causal": Case(((7, 60),), False, BF16, (4, 1), splits=2, softcap=1.0),
     "head-128": Case(((4, 130),), True, F16, HEADS, (128, 128), splits=3),
+    "int8": Case(((5, 150),), True, BF16, HEADS, splits=2, rows="int8"),
+    "int8-ahead": Case(((6, 900),), True, F16, HEADS, splits=3, rows="int8", softcap=0.7),
+    "int8-causal": Case(((7, 60),), False, BF16, (4, 1), splits=2, dead=(6,), rows="int8"),
+    "fp8": Case(((6, 250),), True, F16, HEADS, splits=40, rows="fp8"),
+    "fp8-dense": Case(((6, 90),), True, BF16, HEADS, block_size=0, splits=2, rows="fp8"),
+    "fp8-128": Case(
+        ((5, 130),), True, BF16, (6, 2), (128, 128), splits=3, dead=(1,), rows="fp8", sinks=3.0
+    ),
     "head-128-of-3": Case(((5, 130),), True, F16, (6, 2), (128, 128), splits=3),
 }
 
@@ -75,6 +83,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     "causal",
     "region-of-blocks",
     "empty",
+    "int8",
+    "int8-causal",
+    "fp8",
 )
 @pytest.mark.parametrize("name", CASES)
 def test_attend(name: str, launches: list[Any], device: torch.device) -> None:
@@ -138,14 +149,16 @@ def test_bad_data_stays_inside(is_tree: bool, device: torch.device) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the wait is made in the interpreter")
-@pytest.mark.parametrize("is_tree", [True, False])
+@pytest.mark.parametrize(
+    ("is_tree", "rows"), [(True, "auto"), (False, "auto"), (True, "int8"), (False, "fp8")]
+)
 def test_what_the_kernel_before_writes_is_read_after_the_wait(
-    is_tree: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    is_tree: bool, rows: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """A draft's first pass is causal, and writes committed rows again."""
     # the first row that it writes is the last of a key block, which all its tokens see
     tokens, length = 4, 127
-    call = make_call(Case(((tokens, length),), is_tree, BF16, HEADS), device)
+    call = make_call(Case(((tokens, length),), is_tree, BF16, HEADS, rows=rows), device)
     args = list(call.args)
     want = call.reference()
     if not is_tree:
@@ -163,7 +176,8 @@ def test_what_the_kernel_before_writes_is_read_after_the_wait(
     def spoil(_: Any) -> None:
         for cache in args[1:3]:
             for place in places:
-                cache[place] = float("nan")
+                # of codes, all bits of their scale, too
+                cache[place] = float("nan") if rows == "auto" else -1
 
     monkeypatch.setattr(attend_few_kernels, "wait_alone", fill)
     # all keys are read by then

@@ -260,3 +260,14 @@ def test_splits() -> None:
 def test_bad_data_stays_inside(is_tree: bool, launches: list[Any], device: torch.device) -> None:
     run_broken(make_call(Case(((4, 90),), True, BF16, HEADS, SIZES), device), is_tree)
     assert len(launches) == 5
+
+
+def test_codes_are_not_taken() -> None:
+    """Not even where a row of values is as wide as one of keys was."""
+    q = torch.empty(8, 24, 128, dtype=torch.bfloat16)
+    table = torch.zeros(1, 200, dtype=torch.int32)
+    cache = torch.empty(200, 16, 2, 128, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend_wide, "_is_able", lambda: True)
+        assert attend_wide.find(q, cache, table, 0, 90) is not None
+        assert attend_wide.find(q, cache.view(torch.int8)[..., :128], table, 0, 90) is None

@@ -80,6 +80,14 @@ def test_block_mass(name: str, device: torch.device) -> None:
     made.check(on(device), everyone[1:])
 
 
+@pytest.mark.parametrize("name", ["trees", "heads", "prompts", "bf16"])
+@pytest.mark.parametrize("stored", [torch.int8, torch.uint8])
+def test_codes(name: str, stored: torch.dtype, device: torch.device) -> None:
+    made = CASES[name]()
+    made.store_codes(stored)
+    made.check(on(device), list(range(len(made.tokens))))
+
+
 def test_nobody(device: torch.device) -> None:
     made = Pass([6], trees(CHAIN, lengths=(6,)))
     made.call(on(device), torch.zeros(4, 0))

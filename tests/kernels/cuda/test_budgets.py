@@ -7,6 +7,7 @@ to write the tables anew.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specc.kernels.cuda import attend_config, dependent, few_rows_tiles
 from specc.kernels.cuda.shipped import CAPABILITIES, Shipped
@@ -134,6 +136,19 @@ def test_what_ships_is_what_is_launched(
     launched = set(launches.record(module, capability, monkeypatch))
     assert [name for launch, name in items.items() if launch not in launched] == []
     assert launched - set(items) == set()
+
+
+@pytest.mark.parametrize("name", ["attend", "attend_few"])
+@pytest.mark.parametrize("stored", [torch.int8, torch.uint8])
+def test_caches_of_codes_launch_what_is_looked_at(
+    name: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables have none of it: `aot.py --rows` compiles it."""
+    module = importlib.import_module(f"specc.kernels.cuda.{name}")
+    items = aot.items(name, 90, rows={torch.int8: "int8", torch.uint8: "fp8"}[stored])
+    calls = functools.partial(getattr(launches, f"{name}_calls"), stored=stored)
+    launched = {x.compiled for x in launches.record(module, 90, monkeypatch, calls)}
+    assert launched == {launches.shipped_launch(item).compiled for item in items}
 
 
 # integers that Triton compiles a kernel anew for, if they are 1 or a multiple of 16: what all loads

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from specc.kernels.cuda.rope_write import rope_write
 from specc.kernels.reference.fused import rope_write_reference
-from tests.kernels.cuda.cases_write_kv import CASES, Case, break_rows, make_rows, split_slabs
+from specc.kernels.reference.kv_rows import store_rows
+from tests.kernels.cuda.cases_write_kv import (
+    CANARY,
+    CANARY_CODE,
+    CASES,
+    CODED_CASES,
+    Case,
+    break_rows,
+    make_rows,
+    split_slabs,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -52,6 +64,22 @@ def check_rope_write(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_rope_write(name: str, device: torch.device) -> None:
     check_rope_write(CASES[name], device)
+
+
+@pytest.mark.parametrize("name", CODED_CASES)
+def test_codes_are_those_of_rotated_rows(name: str, device: torch.device) -> None:
+    """Byte for byte, of rows that the same kernel writes in the activations' type."""
+    case = CODED_CASES[name]
+    args, slabs = split_slabs(make_args(case, device))
+    plain, plain_slabs = split_slabs(make_args(replace(case, rows="auto"), device))
+    for name, value in args.items():
+        if not name.endswith("_cache"):
+            plain[name] = value
+    assert torch.equal(rope_write(**args), rope_write(**plain))
+    for slab, values in zip(slabs, plain_slabs, strict=True):
+        is_written = (values != CANARY).all(-1)
+        assert torch.equal(slab[is_written], store_rows(values[is_written], slab.dtype))
+        assert (slab[~is_written] == CANARY_CODE).all()
 
 
 def test_bad_data_writes_nothing(device: torch.device) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from specc.artifact.backends import NATIVE
 from specc.artifact.kv_rows import AUTO as AS_MODEL
+from specc.artifact.kv_rows import INT8
 from specc.artifact.mla_cache import LATENT
 from specc.kernels import ops
 from specc.passes.memory import PassShape, peak_bytes
@@ -15,7 +16,7 @@ from specc.passes.program import bind_args
 from specc.passes.proof.verify_tokenwise import verify_tokenwise
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
 from specc.passes.rewrite.expand_prompts import ExpandPrompts
-from specc.passes.rewrite.store_int8 import StoreInt8
+from specc.passes.rewrite.store_codes import StoreCodes
 from specc.passes.rewrite.window_attention import WindowAttention
 from specc.speculation.kv_window import KVWindow
 from tests.passes.modules import (
@@ -104,7 +105,7 @@ def test_long_prompts_expand_and_compute_the_same(kind):
         pytest.param(
             Latent, (WindowAttention(KVWindow(8, 2)),), "it has a window", marks=pytest.mark.slow
         ),
-        (Latent, (StoreInt8(),), "values in rows of their own"),
+        (Latent, (StoreCodes(INT8),), "values in rows of their own"),
     ],
     ids=["narrow", "window", "draft-window", "int8"],
 )

@@ -206,9 +206,10 @@ def test_a_gpu_is_chosen_where_one_like_it_has_run_engines(
     )
     plain = CompileConfig(plans=())
     assert choose_backend(None, plain)[0].name in chosen
-    other, warnings = choose_backend(None, dataclasses.replace(plain, kv_cache_dtype="int8"))
+    other, warnings = choose_backend(None, dataclasses.replace(plain, activation_bits=8))
     assert other.name in ("cpu", "eager")
-    assert any("--kv-cache-dtype with backend cuda" in x for x in warnings) == (chosen == ("cuda",))
+    found = any("--activation-bits with backend cuda" in x for x in warnings)
+    assert found == (chosen == ("cuda",))
     monkeypatch.setenv("SPECC_BACKEND", "eager")
     assert choose_backend(None)[0].name == "eager"
 

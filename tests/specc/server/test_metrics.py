@@ -137,7 +137,9 @@ def test_vllms_names_have_the_same_figures(server) -> None:
         "http_requests_total",
     }  # fmt: skip
     shape = server.engine.cache.shape
-    info = f'block_size="{shape.rows_per_block}",model_name="tiny",num_gpu_blocks="'
+    info = (
+        f'block_size="{shape.rows_per_block}",cache_dtype="auto",model_name="tiny",num_gpu_blocks="'
+    )
     assert f"vllm:cache_config_info{{{info}" in text
     with serve(vllm_metrics=False) as plain:
         assert "vllm:" not in plain.get("/metrics").text

@@ -1,4 +1,4 @@
-"""`--kv-cache-dtype int8`, from the option to engines: written, planned, loaded, refused."""
+"""`--kv-cache-dtype int8` and `fp8`, from the option to engines: written, planned, refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specc.artifact.directory import open_engine, read_manifest
-from specc.artifact.kv_rows import AUTO, INT8, SCALE_BYTES
+from specc.artifact.kv_rows import AUTO, FP8, INT8, KV_CACHE_DTYPES, SCALE_BYTES, stored_row
 from specc.artifact.manifest import Manifest
 from specc.bench.step_bytes import step_bytes
 from specc.cli.render import cache_room
@@ -35,7 +35,11 @@ PLANS = (
     SpecPlan.from_widths((2, 1), ("self_l0_w32_s4", "draft_0"), MERGE),
 )
 PROMPTS = [[5, 17, 3, 99, 41, 7, 7], [64], [*range(1, 70)]]
-BACKENDS = ["eager", pytest.param("cpu", marks=pytest.mark.slow)]
+BACKENDS = [
+    ("eager", INT8),
+    ("eager", FP8),
+    pytest.param(("cpu", INT8), marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +58,17 @@ def config_for(*plans: SpecPlan, **changes: Any) -> CompileConfig:
     return CompileConfig(plans=plans, **(fields | changes))
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=BACKENDS, ids="-".join)
 def built(models: Path, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Path:
-    config = config_for(*PLANS, backend=request.param, draft_kv=("window=24,sink=2",))
+    backend, kind = request.param
+    options = {"backend": backend, "kv_cache_dtype": kind}
+    config = config_for(*PLANS, draft_kv=("window=24,sink=2",), **options)
     path = tmp_path_factory.mktemp("engines") / "engine"
     return engines.build(models / "target", models / "draft", path, config)
+
+
+def engine_kind(path: Path) -> str:
+    return read_manifest(path).kv_cache_dtype
 
 
 def generate(engine: Engine, plan: str, **options: Any) -> tuple[list[list[int]], int]:
@@ -77,8 +87,8 @@ def test_every_plan_gives_what_off_does(built: Path, temperature: float) -> None
     torch.manual_seed(0)
     for slabs in engine.cache.slabs.values():
         for slab in slabs:
-            assert slab.dtype == torch.int8
-            slab.random_(-128, 127)
+            assert slab.dtype == stored_row(1, torch.float32, engine_kind(built))[1]
+            slab.view(torch.int8).random_(-128, 127)
     wanted, _ = generate(engine, "off", temperature=temperature)
     for plan in PLANS:
         found, accepted = generate(engine, plan.name, temperature=temperature)
@@ -110,20 +120,20 @@ def test_compiled_code_computes_what_the_oracle_does(
 
 def test_what_is_planned_and_said(models: Path, tmp_path: Path) -> None:
     rows = {}
-    for kind in (AUTO, INT8):
+    for kind in KV_CACHE_DTYPES:
         path = tmp_path / kind
         build(models / "target", None, path, config_for(kv_cache_dtype=kind))
         manifest = read_manifest(path)
         assert Manifest.from_json(manifest.to_json()) == manifest
         assert manifest.kv_cache_dtype == kind
-        assert ("kv_cache_dtype" in manifest.to_json()) == (kind == INT8)
-        assert ("rows of int8" in cache_room(manifest)) == (kind == INT8)
+        assert ("kv_cache_dtype" in manifest.to_json()) == (kind != AUTO)
+        assert (f"rows of {kind}" in cache_room(manifest)) == (kind != AUTO)
         engine = Engine.load(path)
         (slab,) = engine.cache.slabs["target"]
         assert manifest.memory_plan["target"].cache == slab.nbytes
         (own,) = manifest.models[0].slabs
         rows[kind] = 2 * own.num_layers * own.num_kv_heads * own.head_dim * 4
-        if kind == INT8:
+        if kind != AUTO:
             rows[kind] = 2 * own.num_layers * own.num_kv_heads * (own.head_dim + 4)
         read = step_bytes(path, manifest, OFF, 10, 1)
         assert read.kv_cache == 10 * rows[kind]
@@ -137,7 +147,8 @@ def test_second_programs_take_the_same_caches(built: Path) -> None:
     for file in files:
         inputs = json.loads((built / file).read_text())["inputs"]
         kinds = {(item["dtype"], item["shape"][1]) for item in inputs if item["kind"] == "cache"}
-        assert kinds == {("int8", manifest.models[0].layers[0].head_dim + SCALE_BYTES)}
+        dtype = {INT8: "int8", FP8: "uint8"}[manifest.kv_cache_dtype]
+        assert kinds == {(dtype, manifest.models[0].layers[0].head_dim + SCALE_BYTES)}
 
 
 def test_engines_of_before_have_rows_of_the_model(models: Path, tmp_path: Path) -> None:
@@ -157,7 +168,7 @@ def test_engines_of_before_have_rows_of_the_model(models: Path, tmp_path: Path) 
     [
         ({"backend": "onnx"}, "--kv-cache-dtype with backend onnx"),
         ({"backend": "tensorrt"}, "--kv-cache-dtype with backend tensorrt"),
-        ({"backend": "cuda"}, "--kv-cache-dtype with backend cuda"),
+        ({"backend": "cpu", "kv_cache_dtype": FP8}, "--kv-cache-dtype fp8 with backend cpu"),
     ],
 )
 def test_backends_that_do_not_read_such_rows(
@@ -167,15 +178,18 @@ def test_backends_that_do_not_read_such_rows(
     with pytest.raises(ConfigError) as caught:
         build(tmp_path / "no-model", None, tmp_path / "engine", config_for(**changes))
     assert found in caught.value.found
-    assert "cpu" in caught.value.needed
+    assert ("cpu" in caught.value.needed) == ("cpu" not in found)
     assert "eager" in caught.value.needed
 
 
 def test_types_that_there_are_not() -> None:
     with pytest.raises(ConfigError) as caught:
-        config_for(kv_cache_dtype="fp8")
-    assert caught.value.found == "--kv-cache-dtype fp8"
-    assert caught.value.needed == "auto or int8"
+        config_for(kv_cache_dtype="fp8_e5m2")
+    assert caught.value.found == "--kv-cache-dtype fp8_e5m2"
+    assert caught.value.needed == "auto or int8 or fp8"
+    assert caught.value.do.startswith("pass --kv-cache-dtype int8 or fp8, or leave it out")
+    # as vLLM calls it
+    assert config_for(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == FP8
 
 
 @pytest.fixture(scope="module")

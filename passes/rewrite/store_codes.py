@@ -1,26 +1,32 @@
-"""Let caches hold rows of int8 with a scale each."""
+"""Let caches hold rows of codes with a scale each."""
 
 from __future__ import annotations
 
-import torch
-
-from specc.artifact.kv_rows import INT8, MOST_COLUMNS, stored_row
+from specc.artifact.kv_rows import MOST_COLUMNS, stored_row
 from specc.errors import ConfigError
 from specc.passes.base import Pass, PassResult
-from specc.passes.facts import attention_is_a_tree, caches_are_int8
+from specc.passes.facts import attention_is_a_tree, caches_hold_codes
 from specc.passes.program import Program
 
 
-class StoreInt8(Pass):
-    """Caches [blocks, block_size, HK, D] → the same as int8, [blocks, block_size, HK, D + 4].
+class StoreCodes(Pass):
+    """Caches [blocks, block_size, HK, D] → [blocks, block_size, HK, D + 4] of codes, a byte each.
 
     The operators see how rows lie by the type of the cache, so no call changes: attention stores
     what it is given as codes and reads it as codes, also the rows of its own pass, and rows move
     with their scales. A head's row has a scale of its own, so heads can be cut as before.
+
+    Args:
+        kind: one of `specc.artifact.kv_rows.CODED`.
+    Raises:
+        ConfigError: wider heads than the operators take.
     """
 
     requires = (attention_is_a_tree,)
-    ensures = (attention_is_a_tree, caches_are_int8)
+    ensures = (attention_is_a_tree, caches_hold_codes)
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
@@ -30,13 +36,12 @@ class StoreInt8(Pass):
             *sizes, head_dim = value.shape
             if head_dim > MOST_COLUMNS:
                 raise ConfigError(
-                    f"--kv-cache-dtype {INT8}, and heads of {head_dim} columns in layer"
+                    f"--kv-cache-dtype {self._kind}, and heads of {head_dim} columns in layer"
                     f" {program.layers[layer].name} of {program.name}",
                     f"heads of {MOST_COLUMNS} columns or less",
                     "leave out --kv-cache-dtype",
                 )
-            columns, dtype = stored_row(int(head_dim), value.dtype, INT8)
+            columns, dtype = stored_row(int(head_dim), value.dtype, self._kind)
             node.meta["val"] = value.new_empty((*sizes, columns), dtype=dtype)
-            assert dtype == torch.int8
             result.rewrites += 1
         return result
