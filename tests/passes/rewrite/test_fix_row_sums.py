@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from specc.artifact.kv_rows import INT8
 from specc.compiler.backends.cuda import BACKEND
 from specc.errors import ConfigError
 from specc.kernels import ops
 from specc.passes.lower.cuda.phases import launches_per_layer
 from specc.passes.pipeline import Pipeline
 from specc.passes.rewrite.fuse_add_norm import FuseAddNorm
+from specc.passes.rewrite.store_codes import StoreCodes
 from tests.models import VOCAB, build_model
 from tests.passes.modules import (
     Runner,
@@ -102,3 +104,11 @@ def test_norms_of_other_widths_are_refused() -> None:
 def test_mixtures_are_refused(name: str, what: str) -> None:
     with pytest.raises(ConfigError, match=f"--batch-invariant, and {what}"):
         lower(build_model(name))
+
+
+def test_caches_of_codes_are_refused() -> None:
+    program, _ = compiled(build_model("llama"))
+    StoreCodes(INT8).run(program)
+    with pytest.raises(ConfigError, match="--batch-invariant, and caches of codes") as raised:
+        Pipeline(BACKEND.invariant_phases(BACKEND.phases(256))).run(program)
+    assert "--kv-cache-dtype" in raised.value.do
