@@ -246,13 +246,20 @@ def block_mass(
         BT=MOST_VOTERS,
         BN=_tile(block_size),
         IS_TREE=ancestors is not None,
-        num_warps=_NUM_WARPS,
-        maxnreg=_MAX_REGISTERS,
+        **_options(q.dtype, holds_codes(k_cache.dtype)),
     )  # fmt: skip
     _add_kernel[num_seqs, triton.cdiv(num_columns, _COLUMNS)](
         votes, used, mass, num_columns, num_heads, mass.stride(0), BC=_COLUMNS,
         num_warps=_NUM_WARPS,
     )  # fmt: skip
+
+
+def _options(dtype: torch.dtype, is_coded: bool) -> dict[str, int]:
+    """Warps of a program, and registers that a thread may have."""
+    # given a limit, ptxas takes all of it, and spills
+    if is_coded and dtype == torch.float32:
+        return {"num_warps": 2 * _NUM_WARPS}
+    return {"num_warps": _NUM_WARPS, "maxnreg": _MAX_REGISTERS}
 
 
 def _check(q: Tensor, k_cache: Tensor, mass: Tensor, num_seqs: int, num_pages: int) -> None:
@@ -295,6 +302,16 @@ _STRIDES = ("stride_qh", "stride_qt", "stride_kcb", "stride_kcs", "stride_kch")
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability, with blocks of 16 rows."""
     del capability
+    yield from _shipped()
+
+
+def in_codes(capability: int) -> Iterator[Shipped]:
+    """What engines whose caches hold codes launch instead, but for the type of the cache."""
+    del capability
+    yield from _shipped(is_coded=True)
+
+
+def _shipped(is_coded: bool = False) -> Iterator[Shipped]:
     for dtype in DTYPES:
         pointers = dict.fromkeys(("q", "k_cache"), f"*{TYPE_NAMES[dtype]}")
         pointers |= dict.fromkeys(("q_start", "slot", "cache_len", "block_table", "used"), "*i32")
@@ -303,6 +320,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
         for head_dim in _SHIPPED_HEAD_DIMS:
             if head_dim > most_head_dim(dtype):
                 continue
+            options = _options(dtype, is_coded)
             for is_tree in (False, True):
                 sizes = {"D": head_dim, "BD": max(16, triton.next_power_of_2(head_dim))}
                 sizes |= {"BT": MOST_VOTERS, "BN": _tile(_BLOCK_SIZE), "IS_TREE": is_tree}
@@ -311,10 +329,10 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     _votes_kernel,
                     {**pointers, "scale": "fp32", **integers},
                     sizes,
-                    _NUM_WARPS,
+                    options["num_warps"],
                     3,
                     (*pointers, *_STRIDES),
-                    _MAX_REGISTERS,
+                    options.get("maxnreg"),
                 )
     added = {"votes": "*fp32", "used": "*i32", "mass": "*fp32"}
     integers = dict.fromkeys(("num_columns", "num_heads", "stride_mass"), "i32")
