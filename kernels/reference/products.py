@@ -245,7 +245,8 @@ def experts_reference(
 
     Args:
         x: [N, H] tokens.
-        ids: [N, K] int64, experts of each token; one outside of 0 … E - 1 adds nothing.
+        ids: [N, K] int64, experts of each token, which differ; one outside of 0 … E - 1 adds
+            nothing.
         weights: [N, K] of these experts, in float32 or the dtype of x.
         gate_up: [E, 2 I, H] in the dtype of x; the first I rows of an expert are the gate's.
         down: [E, H, I] in the dtype of x.
