@@ -76,7 +76,7 @@ class Product:
     Args:
         first: [..., columns].
         second: [outputs, columns], or [..., columns, outputs] where it `is_plain`.
-        bias: what is added, where there is such an operand.
+        bias: what is added, where there is such an operand; empty where there is none.
     """
 
     first: str = "input"

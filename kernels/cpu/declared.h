@@ -59,6 +59,8 @@ consteval bool fits_schema(std::string_view name) {
     return std::is_same_v<Function, One(T, T, T, T)>;
   if (name == "specc::block_mass")
     return std::is_same_v<Function, void(T, T, T, T, T, T, O, T, T, double)>;
+  if (name == "specc::bmm_by_token")
+    return std::is_same_v<Function, One(T, T)>;
   if (name == "specc::cache_write")
     return std::is_same_v<Function, One(T, T, T)>;
   if (name == "specc::column_winners")
@@ -367,6 +369,7 @@ constexpr const char* kSchemas[] = {
     "specc::block_mass(Tensor q, Tensor k_cache, Tensor q_start, Tensor position, Tensor "
         "slot, Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor(a!) mass, *, float "
         "scale) -> ()",
+    "specc::bmm_by_token(Tensor x, Tensor weight) -> Tensor",
     "specc::cache_write(Tensor cache, Tensor update, Tensor write_index) -> Tensor",
     "specc::column_winners(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, "
         "int first, int vocab_size) -> (Tensor scores, Tensor tokens)",

@@ -1,29 +1,35 @@
-"""`specc::experts`: the chosen experts of a mixture, in three launches or four.
+"""`specc::experts`: the chosen experts of a mixture, in two launches of few tokens, four of many.
 
 A pair is a token and one of its experts. Tiles of pairs of one expert are multiplied with that
 expert's matrices; which pairs a tile has is found on the device, so a launch follows from shapes
 alone: it has as many programs as the least favorable choice of experts needs, and those that find
-no tile leave at once.
+no tile do nothing.
 
-- Up to FEW pairs every program reads all ids: of an expert's pairs, in their order, the first one
-  leads a tile, and every BM-th after that.
-- Beyond that, `experts_order_kernel` sorts pairs by expert first, one program an expert.
+- Up to FEW_TOKENS tokens every program reads all ids. A tile has a row for each token, which is
+  zeros where the token has other experts. The second product adds up, too: of the programs of some
+  columns the last to be done does.
+- Of more tokens `experts_order_kernel` sorts pairs by expert first, one program an expert, so that
+  a tile is full of rows, and `experts_sum_kernel` adds up: as one program's work that would take
+  longer than the products.
 
-Then come gate and up with the activation, the second product, and the sum over a token's experts.
-Every number is written by one program, and added up in one order: results do not differ from
-replay to replay.
+Every number is written by one program, and a token's experts are added up in its order of them:
+results differ neither from replay to replay nor, of few tokens, with what stands beside a token.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend_config import MOST_REGISTERS
+from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.experts_kernels import (
     experts_down_kernel,
     experts_gate_up_kernel,
@@ -35,10 +41,10 @@ from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
 
 NAME = "experts"
-# pairs that a program looks through by itself
-FEW = 256
-# pairs and experts that a program reads at a time; experts of a token, and columns of a sum
-BLOCK_PAIRS, BLOCK_EXPERTS, BLOCK_TOP, BLOCK_SUM = 1024, 128, 8, 256
+# whose pairs a program looks through by itself, and experts of each
+FEW_TOKENS, FEW_CHOSEN = 16, 16
+# pairs and experts that a program reads at a time, and columns of a sum
+BLOCK_PAIRS, BLOCK_EXPERTS, BLOCK_SUM = 1024, 128, 256
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,15 @@ class ExpertTile:
         return {"BM": self.block_m, "BN": self.block_n, "BK": self.block_k}
 
     def num_tiles(self, num_pairs: int, num_experts: int) -> int:
-        """Most tiles that this many pairs can make."""
-        if num_pairs <= FEW:
-            return num_pairs
+        """Most tiles that this many sorted pairs can make."""
         num_chosen = min(num_experts, num_pairs)
         return (num_pairs - num_chosen) // self.block_m + num_chosen
 
 
-# of few pairs, and of more; few pairs read matrices, of which a step of gate and up has two blocks
-_HALF_GATE_UP = (ExpertTile(16, 32, 128, 4, 4), ExpertTile(64, 64, 64, 4, 3))
-_HALF_DOWN = (ExpertTile(16, 32, 128, 4, 5), ExpertTile(64, 128, 64, 4, 3))
-_FLOAT = (ExpertTile(16, 16, 32, 4, 3), ExpertTile(32, 32, 32, 4, 3))
+# of few tokens, and of more; a step of gate and up has two blocks of a matrix
+_HALF_GATE_UP = (ExpertTile(FEW_TOKENS, 32, 128, 4, 4), ExpertTile(64, 64, 64, 4, 3))
+_HALF_DOWN = (ExpertTile(FEW_TOKENS, 32, 128, 4, 5), ExpertTile(64, 128, 64, 4, 3))
+_FLOAT = (ExpertTile(FEW_TOKENS, 16, 32, 4, 3), ExpertTile(32, 32, 32, 4, 3))
 GATE_UP = {torch.bfloat16: _HALF_GATE_UP, torch.float16: _HALF_GATE_UP, torch.float32: _FLOAT}
 DOWN = {torch.bfloat16: _HALF_DOWN, torch.float16: _HALF_DOWN, torch.float32: _FLOAT}
 
@@ -94,84 +98,82 @@ def experts(
     _check_bias("gate_up_bias", gate_up_bias, gate_up)
     _check_bias("down_bias", down_bias, down)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    num_pairs, num_experts = ids.numel(), gate_up.shape[0]
+    (num_tokens, top_k), (num_experts, hidden, size) = ids.shape, down.shape
+    num_pairs = num_tokens * top_k
     out = x.new_empty(x.shape)
     if not num_pairs:
         return out.zero_()
-    order = counts = None
-    if num_pairs > FEW:
+    is_few = num_tokens <= FEW_TOKENS and top_k <= FEW_CHOSEN
+    order = counts = arrived = None
+    if is_few:
+        # launches over one weight run one after another
+        arrived = counters(down, triton.cdiv(hidden, DOWN[x.dtype][0].block_n))
+    else:
         order = ids.new_empty(num_pairs, dtype=torch.int32)
         counts = ids.new_empty(num_experts, dtype=torch.int32)
         experts_order_kernel[(num_experts,)](
             ids, order, counts, num_pairs, BS=BLOCK_PAIRS, num_warps=4, num_stages=1
         )  # fmt: skip
-    places = (ids if order is None else None, order, counts)
-    inner = x.new_empty(num_pairs, down.shape[2])
-    found = x.new_empty(num_pairs, down.shape[1], dtype=torch.float32)
-    _launch_gate_up(x, places, gate_up, gate_up_bias, inner, ids.shape[1], activation)
-    _launch_down(inner, places, down, down_bias, found)
-    grid = (x.shape[0], triton.cdiv(x.shape[1], BLOCK_SUM))
-    experts_sum_kernel[grid](
-        found, ids, weights, out, num_experts, ids.shape[1], x.shape[1],
-        BT=BLOCK_TOP,
-        BH=BLOCK_SUM,
-        num_warps=4,
-        num_stages=1,
+    places = (ids if is_few else None, order, counts)
+    inner = x.new_empty(num_pairs, size)
+    tile = GATE_UP[x.dtype][not is_few]
+    experts_gate_up_kernel[_grid(tile, num_pairs, num_experts, size, is_few)](
+        x, *places, gate_up, inner, num_pairs, num_experts, top_k, size, hidden,
+        ACTIVATION=activation,
+        bias=gate_up_bias,
+        **_options(tile, x.dtype, activation, is_few),
     )  # fmt: skip
+    found = x.new_empty(num_pairs, hidden, dtype=torch.float32)
+    tile, own = DOWN[x.dtype][not is_few], (weights, out, arrived) if is_few else (None, None, None)
+    experts_down_kernel[_grid(tile, num_pairs, num_experts, hidden, is_few)](
+        inner, *places, down, found, *own, num_pairs, num_experts, top_k, hidden, size,
+        bias=down_bias,
+        **_options(tile, x.dtype, None, is_few),
+    )  # fmt: skip
+    if not is_few:
+        experts_sum_kernel[(num_tokens, triton.cdiv(hidden, BLOCK_SUM))](
+            found, ids, weights, out, num_experts, top_k, hidden,
+            BH=BLOCK_SUM,
+            num_warps=4,
+            num_stages=1,
+            maxnreg=MOST_REGISTERS,
+        )  # fmt: skip
     return out
 
 
-_Places = tuple[Tensor | None, Tensor | None, Tensor | None]
+def _grid(
+    tile: ExpertTile, num_pairs: int, num_experts: int, size: int, is_few: bool
+) -> tuple[int, int]:
+    """Tiles of pairs, and blocks of columns."""
+    num_tiles = num_pairs if is_few else tile.num_tiles(num_pairs, num_experts)
+    return num_tiles, triton.cdiv(size, tile.block_n)
 
 
-def _launch_gate_up(
-    x: Tensor,
-    places: _Places,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    top_k: int,
-    activation: str,
-) -> None:
-    num_pairs, size = out.shape
-    tile = GATE_UP[x.dtype][num_pairs > FEW]
-    grid = (tile.num_tiles(num_pairs, weight.shape[0]), triton.cdiv(size, tile.block_n))
-    experts_gate_up_kernel[grid](
-        x, *places, weight, out, num_pairs, weight.shape[0], top_k, size, x.shape[1],
-        ACTIVATION=activation,
+def _options(
+    tile: ExpertTile, dtype: torch.dtype, activation: str | None, is_few: bool
+) -> dict[str, Any]:
+    """What both products are launched with."""
+    most = _most_registers(is_few, dtype, activation)
+    return {
         **_constexprs(tile),
-        bias=bias,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **({} if (most := _most_registers(x.dtype, activation)) is None else {"maxnreg": most}),
-    )  # fmt: skip
+        **launch_options(dtype, is_few),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **({} if most is None else {"maxnreg": most}),
+    }
 
 
-def _launch_down(
-    x: Tensor, places: _Places, weight: Tensor, bias: Tensor | None, out: Tensor
-) -> None:
-    num_pairs, size = out.shape
-    tile = DOWN[x.dtype][num_pairs > FEW]
-    grid = (tile.num_tiles(num_pairs, weight.shape[0]), triton.cdiv(size, tile.block_n))
-    experts_down_kernel[grid](
-        x, *places, weight, out, num_pairs, weight.shape[0], size, x.shape[1],
-        **_constexprs(tile),
-        bias=bias,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )  # fmt: skip
-
-
-def _most_registers(dtype: torch.dtype, activation: str | None) -> int | None:
+def _most_registers(is_few: bool, dtype: torch.dtype, activation: str | None) -> int | None:
     """Registers that a thread may have; None leaves it to ptxas.
 
-    Which makes one program more of products in float32 with gpt-oss's gate fit sm_100, and spills.
+    Which of itself makes one program more of few tokens fit sm_120, or of products in float32 with
+    gpt-oss's gate sm_100, and spills.
     """
-    return MOST_REGISTERS if (dtype, activation) == (torch.float32, CLAMPED) else None
+    return MOST_REGISTERS if is_few or (dtype, activation) == (torch.float32, CLAMPED) else None
 
 
 def _constexprs(tile: ExpertTile) -> dict[str, int]:
-    return {"BS": FEW, "BE": BLOCK_EXPERTS} | tile.sizes
+    return {"BT": FEW_CHOSEN, "BE": BLOCK_EXPERTS} | tile.sizes
 
 
 def _check(
@@ -223,7 +225,7 @@ def _check_bias(name: str, bias: Tensor | None, stack: Tensor) -> None:
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """Few pairs and more, and every activation; the same for all capabilities."""
+    """Few tokens and more, and every activation; the same for all capabilities."""
     yield Shipped(
         name="order",
         kernel=experts_order_kernel,
@@ -234,52 +236,77 @@ def shipped(capability: int) -> Iterator[Shipped]:
         divisible=("ids", "order", "counts"),
     )
     for dtype in FLOATS:
-        for number, label in enumerate(("few", "many")):
-            for activation in ACTIVATIONS:
-                yield _product(dtype, number, f"{activation}-{label}", activation)
-            yield _product(dtype, number, f"down-{label}", None)
+        kinds = sorted({TYPE_NAMES[dtype], "fp32"})
+        for is_few in (True, False):
             # gpt-oss: both products have biases
-            yield _product(dtype, number, f"{CLAMPED}-{label}", CLAMPED, has_bias=True)
-            yield _product(dtype, number, f"down-bias-{label}", None, has_bias=True)
-        for kind in sorted({TYPE_NAMES[dtype], "fp32"}):
+            for activation, has_bias in (*((x, False) for x in ACTIVATIONS), (CLAMPED, True)):
+                item = _gate_up(dtype, is_few, activation, has_bias)
+                yield from with_dependent(item, capability, dtype, is_few)
+            for has_bias, kind in itertools.product((False, True), kinds if is_few else (None,)):
+                item = _down(dtype, kind, has_bias)
+                yield from with_dependent(item, capability, dtype, is_few)
+        for kind in kinds:
             given = {"found": "*fp32", "ids": "*i64", "weights": f"*{kind}"}
             given["out"] = f"*{TYPE_NAMES[dtype]}"
             yield Shipped(
                 name=f"{TYPE_NAMES[dtype]}-sum-{kind}",
                 kernel=experts_sum_kernel,
                 signature=given | dict.fromkeys(("num_experts", "top_k", "size"), "i32"),
-                constexprs={"BT": BLOCK_TOP, "BH": BLOCK_SUM},
+                constexprs={"BH": BLOCK_SUM},
                 num_warps=4,
                 num_stages=1,
                 divisible=(*given, "size"),
+                max_registers=MOST_REGISTERS,
             )
 
 
-def _product(
-    dtype: torch.dtype, number: int, label: str, activation: str | None, *, has_bias: bool = False
-) -> Shipped:
-    """A product of few pairs (number 0) or of more; without an activation it is the second one."""
+def _gate_up(dtype: torch.dtype, is_few: bool, activation: str, has_bias: bool) -> Shipped:
     pointer = f"*{TYPE_NAMES[dtype]}"
-    tile = (DOWN if activation is None else GATE_UP)[dtype][number]
-    places = {"ids": "*i64"} if number == 0 else {"order": "*i32", "counts": "*i32"}
-    absent = {name: None for name in ("ids", "order", "counts") if name not in places}
-    given = {"x": pointer, "weight": pointer} | places
-    given["out"] = "*fp32" if activation is None else pointer
-    if has_bias:
-        given["bias"] = pointer
-    else:
-        absent["bias"] = None
-    integers = ("num_pairs", "num_experts", "size", "K")
+    given: dict[str, str | None] = {"x": pointer, "weight": pointer, "out": pointer}
+    given["bias"] = pointer if has_bias else None
+    name = f"{pointer[1:]}-{activation}-{'few' if is_few else 'many'}"
+    item = _product(name, experts_gate_up_kernel, GATE_UP[dtype], is_few, given)
+    return replace(
+        item,
+        constexprs={**item.constexprs, "ACTIVATION": activation},
+        max_registers=_most_registers(is_few, dtype, activation),
+    )
+
+
+def _down(dtype: torch.dtype, kind: str | None, has_bias: bool) -> Shipped:
+    """Of few tokens with weights of a kind, else of many."""
+    pointer = f"*{TYPE_NAMES[dtype]}"
+    given: dict[str, str | None] = {"x": pointer, "weight": pointer, "found": "*fp32"}
+    given["bias"] = pointer if has_bias else None
+    is_few = kind is not None
+    of_sum = {"weights": f"*{kind}", "out": pointer, "arrived": "*i32"}
+    given |= of_sum if is_few else dict.fromkeys(of_sum)
+    label = f"few-{kind}" if is_few else "many"
+    name = f"{pointer[1:]}-down{'-bias' if has_bias else ''}-{label}"
+    item = _product(name, experts_down_kernel, DOWN[dtype], is_few, given)
+    return replace(item, max_registers=_most_registers(is_few, dtype, None))
+
+
+def _product(
+    name: str,
+    kernel: Any,
+    tiles: tuple[ExpertTile, ExpertTile],
+    is_few: bool,
+    given: dict[str, str | None],
+) -> Shipped:
+    """A product of few tokens or of more, of which these pointers are given, or None."""
+    tile = tiles[not is_few]
+    places = ("ids",) if is_few else ("order", "counts")
+    kinds = {"ids": "*i64", "order": "*i32", "counts": "*i32"}
+    given = given | {key: kind if key in places else None for key, kind in kinds.items()}
+    pointers = {key: kind for key, kind in given.items() if kind is not None}
     return Shipped(
-        name=f"{pointer[1:]}-{label}",
-        kernel=experts_down_kernel if activation is None else experts_gate_up_kernel,
-        signature=given
-        | dict.fromkeys(integers if activation is None else (*integers, "top_k"), "i32"),
-        constexprs=absent
-        | _constexprs(tile)
-        | ({} if activation is None else {"ACTIVATION": activation}),
+        name=name,
+        kernel=kernel,
+        signature=pointers
+        | dict.fromkeys(("num_pairs", "num_experts", "top_k", "size", "K"), "i32"),
+        constexprs={key: None for key in given if key not in pointers} | _constexprs(tile),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        divisible=(*given, "size", "K"),
-        max_registers=_most_registers(dtype, activation),
+        divisible=(*pointers, "size", "K"),
     )

@@ -6,10 +6,14 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.act_and_mul import activate
+from specc.kernels.cuda.arrivals import is_last
+from specc.kernels.cuda.dependent import let_next_start, wait_alone
 from specc.kernels.reference.fused import GATE_LIMIT, GATE_SHARPNESS
 
 LIMIT = tl.constexpr(GATE_LIMIT)
 SHARPNESS = tl.constexpr(GATE_SHARPNESS)
+# experts of a token whose rows are asked for at once
+TOGETHER = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -55,89 +59,103 @@ def experts_gate_up_kernel(
     size,
     K,
     ACTIVATION: tl.constexpr,
-    BS: tl.constexpr,
+    BT: tl.constexpr,
     BE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
     bias=None,  # [E, rows of a matrix], or none
 ):
-    expert, b_pair = _tile(ids, order, counts, num_pairs, num_experts, BS, BE, BM)
+    wait_alone(IS_DEPENDENT)
+    expert, b_pair = _tile(ids, order, counts, num_pairs, num_experts, top_k, BT, BE, BM)
     if expert < 0:
         return
     o_i = tl.program_id(1) * BN + tl.arange(0, BN)
-    o_k = tl.arange(0, BK)
-    m_m = (b_pair >= 0)[:, None]
-    o_token = (tl.maximum(b_pair, 0) // top_k).to(tl.int64)
-    o_i_in = tl.minimum(o_i, size - 1)
+    o_in = tl.minimum(o_i, size - 1)
     if ACTIVATION == "clamped":
         # a gate's row, then the one that it is multiplied with
-        o_gate = expert.to(tl.int64) * 2 * size + 2 * o_i_in
-        o_up = o_gate + 1
+        o_row = tl.interleave(2 * o_in, 2 * o_in + 1)
     else:
-        o_gate = expert.to(tl.int64) * 2 * size + o_i_in
-        o_up = o_gate + size
-    p_x = x + o_token[:, None] * K + o_k[None, :]
-    p_gate = weight + o_gate[:, None] * K + o_k[None, :]
-    p_up = weight + o_up[:, None] * K + o_k[None, :]
-    b_gate = tl.zeros([BM, BN], tl.float32)
-    b_up = tl.zeros([BM, BN], tl.float32)
-    for k in range(0, K, BK):
-        m_k = o_k[None, :] < K - k  # [1, BK]
-        b_x = tl.load(p_x + k, mask=m_m & m_k, other=0.0)  # [BM, BK]
-        b_w = tl.load(p_gate + k, mask=m_k, other=0.0)  # [BN, BK]
-        b_gate = tl.dot(b_x, tl.trans(b_w), b_gate, input_precision="ieee")
-        b_w = tl.load(p_up + k, mask=m_k, other=0.0)
-        b_up = tl.dot(b_x, tl.trans(b_w), b_up, input_precision="ieee")
+        o_row = tl.interleave(o_in, o_in + size)
+    o_token = tl.maximum(b_pair, 0) // top_k
+    b_both = _product(x, o_token, b_pair >= 0, weight, expert, o_row, 2 * size, K, BM, 2 * BN, BK)
+    let_next_start(IS_DEPENDENT)
     if bias is not None:
-        b_gate += tl.load(bias + o_gate)[None, :].to(tl.float32)
-        b_up += tl.load(bias + o_up)[None, :].to(tl.float32)
+        b_both += tl.load(bias + expert * 2 * size + o_row)[None, :].to(tl.float32)
+    b_gate, b_up = tl.split(tl.reshape(b_both, [BM, BN, 2]))
     if ACTIVATION == "clamped":
         b_out = _clamped(b_gate, b_up)
     else:
         b_out = activate(b_gate, ACTIVATION) * b_up
     p_out = out + b_pair.to(tl.int64)[:, None] * size + o_i[None, :]
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_m & (o_i < size)[None, :])
+    m_out = (b_pair >= 0)[:, None] & (o_i < size)[None, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "top_k"])
 def experts_down_kernel(
     x,
     ids,
     order,
     counts,
     weight,
+    found,
+    weights,
     out,
+    arrived,
     num_pairs,
     num_experts,
+    top_k,
     size,
     K,
-    BS: tl.constexpr,
+    BT: tl.constexpr,
     BE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
     bias=None,  # [E, rows of a matrix], or none
 ):
-    expert, b_pair = _tile(ids, order, counts, num_pairs, num_experts, BS, BE, BM)
-    if expert < 0:
-        return
+    """Rows of pairs in `found`. Of few tokens the last program of a block of columns adds up."""
+    wait_alone(IS_DEPENDENT)
+    expert, b_pair = _tile(ids, order, counts, num_pairs, num_experts, top_k, BT, BE, BM)
     o_n = tl.program_id(1) * BN + tl.arange(0, BN)
+    m_n = o_n < size
+    if expert >= 0:
+        o_row = tl.minimum(o_n, size - 1)
+        o_x = tl.maximum(b_pair, 0)
+        b_out = _product(x, o_x, b_pair >= 0, weight, expert, o_row, size, K, BM, BN, BK)
+        if bias is not None:
+            b_out += tl.load(bias + expert * size + o_row)[None, :].to(tl.float32)
+        p_out = found + b_pair.to(tl.int64)[:, None] * size + o_n[None, :]
+        tl.store(p_out, b_out, mask=(b_pair >= 0)[:, None] & m_n[None, :])
+    let_next_start(IS_DEPENDENT)
+    if out is not None:  # noqa: SIM102 (known to the compiler)
+        if is_last(arrived + tl.program_id(1), tl.num_programs(0)):
+            o_m = tl.arange(0, BM).to(tl.int64)
+            m_m = o_m * top_k < num_pairs
+            b_sum = _weighted_sum(found, ids, weights, o_m, m_m, o_n, num_experts, top_k, size)
+            p_out = out + o_m[:, None] * size + o_n[None, :]
+            tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+
+
+@triton.jit
+def _product(
+    x, o_x, m_x, weight, expert, o_row, num_rows, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Rows o_x [BM], where m_x, times rows o_row [BN] of an expert's matrix: [BM, BN] float32."""
     o_k = tl.arange(0, BK)
-    m_m = (b_pair >= 0)[:, None]
-    o_row = expert.to(tl.int64) * size + tl.minimum(o_n, size - 1)
-    p_x = x + tl.maximum(b_pair, 0).to(tl.int64)[:, None] * K + o_k[None, :]
-    p_w = weight + o_row[:, None] * K + o_k[None, :]
+    p_x = x + o_x.to(tl.int64)[:, None] * K + o_k[None, :]
+    p_w = weight + (expert * num_rows + o_row)[:, None] * K + o_k[None, :]
     b_out = tl.zeros([BM, BN], tl.float32)
     for k in range(0, K, BK):
         m_k = o_k[None, :] < K - k  # [1, BK]
-        b_x = tl.load(p_x + k, mask=m_m & m_k, other=0.0)  # [BM, BK]
+        b_x = tl.load(p_x + k, mask=m_x[:, None] & m_k, other=0.0)  # [BM, BK]
         b_w = tl.load(p_w + k, mask=m_k, other=0.0)  # [BN, BK]
         b_out = tl.dot(b_x, tl.trans(b_w), b_out, input_precision="ieee")
-    if bias is not None:
-        b_out += tl.load(bias + o_row)[None, :].to(tl.float32)
-    p_out = out + b_pair.to(tl.int64)[:, None] * size + o_n[None, :]
-    tl.store(p_out, b_out, mask=m_m & (o_n < size)[None, :])
+    return b_out
 
 
 @triton.jit(do_not_specialize=["num_experts", "top_k"])
@@ -149,25 +167,32 @@ def experts_sum_kernel(
     num_experts,
     top_k,
     size,
-    BT: tl.constexpr,
     BH: tl.constexpr,
 ):
     """Weighted sum of the outputs of one token's experts, a block of columns."""
-    i_n = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
-    m_h = o_h < size
-    b_out = tl.zeros([BH], tl.float32)
-    for t in range(0, top_k, BT):
-        o_t = t + tl.arange(0, BT)
-        o_pair = i_n * top_k + o_t
-        m_t = o_t < top_k
-        b_id = tl.load(ids + o_pair, mask=m_t, other=-1)
-        b_weight = tl.load(weights + o_pair, mask=m_t, other=0.0).to(tl.float32)
-        # of pairs without an expert nothing was written
-        m_th = ((b_id >= 0) & (b_id < num_experts))[:, None] & m_h[None, :]  # [BT, BH]
-        b_found = tl.load(found + o_pair[:, None] * size + o_h[None, :], mask=m_th, other=0.0)
-        b_out += tl.sum(tl.where(m_th, b_found * b_weight[:, None], 0.0), 0)
-    tl.store(out + i_n * size + o_h, b_out.to(out.dtype.element_ty), mask=m_h)
+    b_out = _weighted_sum(found, ids, weights, o_n, o_n >= 0, o_h, num_experts, top_k, size)
+    p_out = out + o_n[:, None] * size + o_h[None, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=(o_h < size)[None, :])
+
+
+@triton.jit
+def _weighted_sum(found, ids, weights, o_n, m_n, o_h, num_experts, top_k, size):
+    """Columns o_h [BH] of tokens o_n [BN] where m_n: float32, in the order of a token's experts."""
+    b_out = tl.zeros([o_n.shape[0], o_h.shape[0]], tl.float32)
+    for first in range(0, top_k, TOGETHER):
+        # one after another as sums, side by side as loads
+        for i in tl.static_range(TOGETHER):
+            m_t = m_n & (first + i < top_k)
+            o_pair = o_n * top_k + first + i
+            b_id = tl.load(ids + o_pair, mask=m_t, other=-1)
+            b_weight = tl.load(weights + o_pair, mask=m_t, other=0.0).to(tl.float32)
+            # of pairs without an expert nothing was written
+            m_nh = ((b_id >= 0) & (b_id < num_experts))[:, None] & (o_h < size)[None, :]
+            b_found = tl.load(found + o_pair[:, None] * size + o_h[None, :], mask=m_nh, other=0.0)
+            b_out += tl.where(m_nh, b_found * b_weight[:, None], 0.0)
+    return b_out
 
 
 @triton.jit
@@ -177,33 +202,32 @@ def _tile(
     counts,
     num_pairs,
     num_experts,
-    BS: tl.constexpr,
+    top_k,
+    BT: tl.constexpr,
     BE: tl.constexpr,
     BM: tl.constexpr,
 ):
     """The program's tile: its expert, -1 for none, and the pair of each row [BM], -1 for none."""
     if order is None:
-        expert, b_pair = _tile_of_few(ids, num_pairs, num_experts, BS, BM)
+        expert, b_pair = _tile_of_few(ids, num_pairs, num_experts, top_k, BM, BT)
     else:
         expert, b_pair = _tile_of_sorted(order, counts, num_experts, BE, BM)
-    return expert, b_pair
+    return expert.to(tl.int64), b_pair
 
 
 @triton.jit
-def _tile_of_few(ids, num_pairs, num_experts, BS: tl.constexpr, BM: tl.constexpr):
-    """Pair i leads a tile if a multiple of BM pairs of its expert come before it."""
+def _tile_of_few(ids, num_pairs, num_experts, top_k, BM: tl.constexpr, BT: tl.constexpr):
+    """Row i of a tile is of token i; of an expert's pairs the first one has the tile."""
     i_t = tl.program_id(0)
-    o_s = tl.arange(0, BS)
-    b_id = tl.load(ids + o_s, mask=o_s < num_pairs, other=-1)
+    o_t = tl.arange(0, BT)[None, :]
+    o_pair = tl.arange(0, BM)[:, None] * top_k + o_t  # [BM, BT]
+    m_pair = (o_t < top_k) & (o_pair < num_pairs)
+    b_id = tl.load(ids + o_pair, mask=m_pair, other=-1)
     own = tl.load(ids + i_t)
-    is_expert = (own >= 0) & (own < num_experts)
-    m_own = b_id == own
-    b_rank = tl.cumsum(m_own.to(tl.int32), 0) - 1
-    rank = tl.sum((m_own & (o_s < i_t)).to(tl.int32), 0)
-    o_rank = rank + tl.arange(0, BM)
-    m_row = m_own[None, :] & (b_rank[None, :] == o_rank[:, None])  # [BM, BS]
-    b_pair = tl.max(tl.where(m_row, o_s[None, :], -1), 1)
-    return tl.where(is_expert & (rank % BM == 0), own, -1), b_pair
+    m_own = m_pair & (b_id == own)
+    b_pair = tl.max(tl.where(m_own, o_pair, -1), 1)
+    is_first = tl.min(tl.where(b_pair >= 0, b_pair, num_pairs), 0) == i_t
+    return tl.where((own >= 0) & (own < num_experts) & is_first, own, -1), b_pair
 
 
 @triton.jit

@@ -83,6 +83,21 @@ INVARIANT_LINEAR = Operator(
 )
 
 
+def _bmm_by_token_fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], x.shape[0], weight.shape[2]).transpose(0, 1)
+
+
+BMM_BY_TOKEN = Operator(
+    "bmm_by_token(Tensor x, Tensor weight) -> Tensor",
+    reference=products.bmm_by_token_reference,
+    fake=_bmm_by_token_fake,
+    tokens=Product("x", "weight", "", is_plain=True),
+    cut=NoRule("made of a product after the cut"),
+    flops=lambda x, weight, **_: rows_flops(x, weight.shape[2]),
+    cuda="bmm_by_token:bmm_by_token",
+)
+
+
 def _embedding_of_blocks_fake(
     weight: Tensor, tokens: Tensor, num_embeddings: int, width: int
 ) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.kernels.reference.fused import ACTIVATIONS, gated, rope_write_reference
 
 
@@ -188,6 +189,18 @@ def skinny_linear_reference(input: Tensor, weight: Tensor, bias: Tensor | None) 
     return wide.to(input.dtype)
 
 
+def bmm_by_token_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """A product of each head, whose rows of one token lie together.
+
+    Args:
+        x: [H, Nt, K].
+        weight: [H, K, N].
+    Returns:
+        [H, Nt, N], laid out as [Nt, H, N]: what follows reads a token's heads as one row.
+    """
+    return torch.bmm(x, weight).transpose(0, 1).contiguous().transpose(0, 1)
+
+
 def _rope_write(
     y: Tensor,
     dtype: torch.dtype,
@@ -240,12 +253,16 @@ def experts_reference(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    size: int = 0,
+    gate_up_layout: str = "",
+    down_layout: str = "",
 ) -> Tensor:
     """Add up what the chosen experts make of each token, each with its weight.
 
     Args:
         x: [N, H] tokens.
-        ids: [N, K] int64, experts of each token; one outside of 0 … E - 1 adds nothing.
+        ids: [N, K] int64, experts of each token, which differ; one outside of 0 … E - 1 adds
+            nothing.
         weights: [N, K] of these experts, in float32 or the dtype of x.
         gate_up: [E, 2 I, H] in the dtype of x; the first I rows of an expert are the gate's.
         down: [E, H, I] in the dtype of x.
@@ -253,12 +270,20 @@ def experts_reference(
             another's in turn, see `gated`.
         gate_up_bias: [E, 2 I] in the dtype of x, or None.
         down_bias: [E, H], likewise; its share of a token's sum has the expert's weight, too.
+        size: I, where a stack is quantized.
+        gate_up_layout: name of a layout (`specc.artifact.quantized_layout`) that `gate_up` has,
+            uint8 [blocks, bytes]; empty of floats. Rows stay floats.
+        down_layout: likewise.
     Returns:
         [N, H] in the dtype of x. Products and sums are in float32; rounded are what the second
         product reads, which has the dtype of its weights, and the result.
     Source: mixtures of experts as of Mixtral, arXiv:2401.04088 §2.1.
     """
-    num_tokens, top_k = ids.shape
+    (num_tokens, top_k), hidden = ids.shape, x.shape[1]
+    if gate_up_layout:
+        gate_up = _unpacked(gate_up, (2 * size, hidden), gate_up_layout)
+    if down_layout:
+        down = _unpacked(down, (hidden, size), down_layout)
     flat = ids.reshape(-1)
     found = x.new_zeros(flat.shape[0], down.shape[1], dtype=torch.float32)
     for expert in range(gate_up.shape[0]):
@@ -272,3 +297,16 @@ def experts_reference(
     weighted = found.view(num_tokens, top_k, -1) * weights.float()[:, :, None]
     is_expert = (ids >= 0) & (ids < gate_up.shape[0])
     return weighted.masked_fill(~is_expert[:, :, None], 0.0).sum(dim=1).to(x.dtype)
+
+
+def _unpacked(stack: Tensor, shape: tuple[int, int], name: str) -> Tensor:
+    """[E, *shape] float32."""
+    layout = QuantizedLayout.named(name)
+    return dequantize(stack, (num_matrices(stack, shape, layout), *shape), layout)
+
+
+def num_matrices(stack: Tensor, shape: tuple[int, int], layout: QuantizedLayout | None) -> int:
+    """How many matrices of a shape a stack has that is quantized, or [E, *shape]."""
+    if layout is None:
+        return stack.shape[0] if stack.dim() else 0
+    return stack.shape[0] // max(1, layout.stored_shape(shape)[0])

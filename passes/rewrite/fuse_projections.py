@@ -16,6 +16,7 @@ from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import attention_is_cached, recurrences_are_trees
 from specc.passes.program import Program, Weight, emit_call
+from specc.passes.rewrite.absorb_latent import values_in_keys
 
 aten = torch.ops.aten
 
@@ -38,6 +39,30 @@ class FuseQKV(Pass):
                 )
                 continue
             _fuse(program, result, _unique(linears), node.name)
+        program.graph.eliminate_dead_code()
+        return result
+
+
+class FuseLatentDown(Pass):
+    """Projections to latents of queries and of keys → one linear and two slices.
+
+    Where queries come from a latent, too (`q_lora_rank` of DeepSeek V3), `FuseQKV` finds the
+    projections from the latents, which read two inputs. For backends that read the rows of what
+    they normalize at any distance.
+    """
+
+    def run(self, program: Program) -> PassResult:
+        result = PassResult()
+        for node in program.calls(ops.tree_attention):
+            if not values_in_keys(node):
+                continue
+            query, key = (_nearest_linear(operand) for operand in node.args[:2])
+            if query is not None and key is not None and query.args[0] is not key.args[0]:
+                query = _nearest_linear(query.args[0])
+            if query is None or key is None or query.args[0] is not key.args[0]:
+                result.decline(node.name, "no linear layers of one input lead to q and k")
+                continue
+            _fuse(program, result, _unique((query, key)), node.name)
         program.graph.eliminate_dead_code()
         return result
 

@@ -306,6 +306,15 @@ def random_lora(
     }
 
 
+def _bmm_by_token(rng: random.Random) -> Arguments:
+    heads, tokens, columns, outputs = (rng.randint(1, 5) for _ in range(4))
+    dtype = rng.choice(DTYPES)
+    # columns of wider rows of each token, and rows of a wider matrix
+    x = torch.randn(tokens, heads, columns + 2).to(dtype)[..., :columns].transpose(0, 1)
+    weight = torch.randn(heads, outputs + 3, columns).to(dtype)[:, 1 : 1 + outputs]
+    return {"x": x, "weight": weight.transpose(1, 2)}
+
+
 def _add_lora(rng: random.Random) -> Arguments:
     return random_lora(rng, rng.choice(DTYPES), rng.choice((0, 1, 9)))
 
@@ -326,6 +335,7 @@ CALLS: dict[str, Builder] = {
     "skinny_linear": _skinny_linear,
     "invariant_linear": _skinny_linear,
     "invariant_attend": _invariant_attend,
+    "bmm_by_token": _bmm_by_token,
     "route": _route,
     "experts": _experts,
     "grouped_mm": _grouped_mm,

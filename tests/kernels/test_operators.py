@@ -148,7 +148,7 @@ def test_rules_name_operands(operator):
         case SortedRows():
             named = {rule.rows, rule.weight, rule.ends}
         case Product():
-            named = {rule.first, rule.second, rule.bias}
+            named = {rule.first, rule.second, rule.bias} - {""}
         case Lookup():
             named = {rule.table, rule.ids}
         case NoRule():

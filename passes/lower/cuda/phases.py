@@ -20,6 +20,7 @@ from specc.passes.rewrite.fuse_embed_norm import FuseEmbedNorm
 from specc.passes.rewrite.fuse_experts import FuseExperts
 from specc.passes.rewrite.fuse_latent_write import FuseLatentWrite
 from specc.passes.rewrite.fuse_norm_head import FuseNormHead
+from specc.passes.rewrite.fuse_projections import FuseLatentDown
 from specc.passes.rewrite.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.rewrite.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
 from specc.passes.rewrite.fuse_router import FuseRouter
@@ -28,6 +29,7 @@ from specc.passes.rewrite.read_weight_views import ReadWeightViews
 from specc.passes.rewrite.tabulate_rotary import TabulateRotary
 from specc.passes.rewrite.use_skinny_linear import UseSkinnyLinear
 from specc.passes.rewrite.widen_ancestors import WidenAncestors
+from specc.passes.rewrite.write_heads_by_token import WriteHeadsByToken
 
 # what joins products with what stands around them
 _JOINED = "products"
@@ -46,6 +48,7 @@ def cuda_phases(num_positions: int, pass_tokens: int | None = None) -> Phases:
     """
     most = min(num_positions, pass_tokens or num_positions)
     return (
+        ("latents", (FuseLatentDown,)),
         ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
         ("gates", (FuseSwiGLU,)),
         ("mixtures", (FuseExperts, FuseRouter)),
@@ -55,7 +58,7 @@ def cuda_phases(num_positions: int, pass_tokens: int | None = None) -> Phases:
             (FuseRopeWrite, FuseLatentWrite, SplitTreeAttention, partial(WidenAncestors, most)),
         ),
         (_JOINED, (FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
-        ("few rows", (UseSkinnyLinear, ReadWeightViews)),
+        ("few rows", (UseSkinnyLinear, ReadWeightViews, WriteHeadsByToken)),
         ("tables", (partial(TabulateRotary, num_positions),)),
     )
 

@@ -127,8 +127,10 @@ def _experts_calls() -> Iterator[Any]:
                 for kind in {dtype, torch.float32}:
                     weights = _meta(num_tokens, 8, dtype=kind)
                     yield experts.experts(x, ids, weights, *stacks, activation)
-            biases = (_meta(*stack.shape[:2], dtype=dtype) for stack in stacks)
-            yield experts.experts(x, ids, weights, *stacks, CLAMPED, *biases)
+            biases = [_meta(*stack.shape[:2], dtype=dtype) for stack in stacks]
+            for kind in {dtype, torch.float32}:
+                weights = _meta(num_tokens, 8, dtype=kind)
+                yield experts.experts(x, ids, weights, *stacks, CLAMPED, *biases)
 
 
 def _route_calls() -> Iterator[Any]:

@@ -58,6 +58,8 @@ def test_layers_of_models(name: str, pairs: str) -> None:
     calls = program.calls(ops.rope_write_latent)
     assert rewrites(pipeline, FUSE) == len(calls) == len(program.layers)
     assert {call.args[-1] for call in calls} == {pairs}
+    # one product leads to the latents of queries and keys
+    assert rewrites(pipeline, "FuseLatentDown") == len(program.layers)
     assert not program.calls(*LEFT)
     # one lookup for all layers
     assert rewrites(pipeline, "TabulateRotary") == 1

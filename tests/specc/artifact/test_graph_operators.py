@@ -41,6 +41,7 @@ BY_PASSES = {
     "specc.attend_expanded.default": "passes/rewrite/expand_prompts.py",
     "specc.block_conv.default": "passes/drafters/block_head.py",
     "specc.block_mass.default": "passes/rewrite/insert_block_mass.py",
+    "specc.bmm_by_token.default": "passes/rewrite/write_heads_by_token.py",
     "specc.embedding_of_blocks.default": "passes/lower/cpu/linear.py",
     "specc.fold_conv.default": "passes/step/fuse_step.py",
     "specc.fold_recurrence.default": "passes/step/fuse_step.py",

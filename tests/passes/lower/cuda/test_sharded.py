@@ -30,7 +30,7 @@ FUSED = {
     "phi": (3, 18, (0, 0, 0)),
     "phi3": (5, 7, (0, 2, 1)),
     "gpt2": (5, 20, (0, 0, 0)),
-    "mixtral": (5, 12, (0, 0, 1)),
+    "mixtral": (5, 8, (0, 0, 1)),
 }
 PRODUCTS = (ops.add_norm_linear, ops.add_norm_gate_up, ops.add_norm_rope_write)
 CASES = [
