@@ -11,9 +11,7 @@ A tile says which form the loop of the kernel has (`few_rows_loops`):
   as it is, and is not laid out for an instruction.
 
 All but `dot` have steps that are all whole, so no load of a weight has a mask, and are for
-bfloat16. Tiles of quantized weights take any width: those of `dot`, of `vector` for one row, and
-
-- `slices`: as `dot`, but each warp has columns of its own of a step.
+bfloat16. Tiles of quantized weights take any width, and have the form `dot`.
 
 Weights in fragments (`specc.artifact.fragments`) have tiles of their own:
 
@@ -30,13 +28,11 @@ from typing import Any
 import torch
 
 DOT, JOINED, SWAP, VECTOR = "dot", "joined", "swap", "vector"
-# of quantized weights
-SLICES = "slices"
 FRAGMENTS = "fragments"
 # of a product that is not of a quantized weight
 MAX_ROWS = 16
 # rows that tiles of a form have, unless their names say others
-_ROWS = {DOT: 16, JOINED: 16, SWAP: 8, VECTOR: 1, SLICES: 16, FRAGMENTS: 8}
+_ROWS = {DOT: 16, JOINED: 16, SWAP: 8, VECTOR: 1, FRAGMENTS: 8}
 # bytes of shared memory that a program may have (CUDA programming guide, technical specifications
 # per compute capability), and what it may have on those that are not listed
 _SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
@@ -173,19 +169,12 @@ QUANTIZED = (
         for zeros in ("", "-zeros")
     ),
 )  # fmt: skip
-# the first is for blocks of the weight that are many, the second where they are not; with the third
-# each warp has columns of its own
+# the first is for blocks of the weight that are many, the second where they are not
 _QUANTIZED_TILES = {
-    torch.bfloat16: (
-        Tile(32, 128, 4, 4), Tile(16, 128, 4, 6), Tile(32, 512, 8, 3, form=SLICES),
-    ),
-    torch.float16: (
-        Tile(32, 128, 4, 4), Tile(16, 128, 4, 6), Tile(32, 512, 8, 3, form=SLICES),
-    ),
+    torch.bfloat16: (Tile(32, 128, 4, 4), Tile(16, 128, 4, 6)),
+    torch.float16: (Tile(32, 128, 4, 4), Tile(16, 128, 4, 6)),
     torch.float32: (Tile(16, 32, 4, 3),),
-}  # fmt: skip
-# of one row, besides
-_ROW_TILES = (Tile(16, 1024, 8, 4, form=VECTOR, block_m=1),)
+}
 _MANY_TILES = {
     torch.bfloat16: (Tile(32, 128, 4, 4),),
     torch.float16: (Tile(32, 128, 4, 4),),
@@ -234,6 +223,4 @@ def quantized_tiles(layout: str, dtype: torch.dtype, num_rows: int) -> tuple[Til
         return tuple(tile for tile in tiles if tile.block_m == least)
     if layout not in QUANTIZED or num_rows > MAX_QUANTIZED_ROWS:
         return ()
-    if num_rows > MAX_ROWS:
-        return _MANY_TILES[dtype]
-    return _QUANTIZED_TILES[dtype] + (_ROW_TILES if num_rows == 1 else ())
+    return (_MANY_TILES if num_rows > MAX_ROWS else _QUANTIZED_TILES)[dtype]

@@ -23,16 +23,8 @@ from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
 from specc.kernels.cuda import linear_q_fragments
 from specc.kernels.cuda.few_rows import in_rows, quantized_tile_for
-from specc.kernels.cuda.few_rows_tiles import (
-    MAX_ROWS,
-    QUANTIZED,
-    SLICES,
-    VECTOR,
-    Tile,
-    quantized_tiles,
-)
+from specc.kernels.cuda.few_rows_tiles import MAX_ROWS, QUANTIZED, Tile, quantized_tiles
 from specc.kernels.cuda.linear_q_kernels import linear_q_decode_kernel, linear_q_kernel
-from specc.kernels.cuda.linear_q_slices import linear_q_row_kernel, linear_q_slices_kernel
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 
@@ -71,7 +63,7 @@ def linear_q(
         return linear_q_fragments.multiply(x, weight, bias, out_features, layout, tile)
     out = x.new_empty(x.shape[0], out_features)
     if x.shape[0]:
-        _kernel_of(tile)[(triton.cdiv(out_features, tile.block_n),)](
+        linear_q_kernel[(triton.cdiv(out_features, tile.block_n),)](
             x, *_parts(weight, layout), x if bias is None else bias, out,
             x.shape[0], out_features, 0 if bias is None else out_features, x.shape[1],
             **_constexprs(layout, tile, _block_rows(x.shape[0])),
@@ -136,28 +128,15 @@ def _format(layout: QuantizedLayout) -> dict[str, Any]:
     }
 
 
-def _kernel_of(tile: Tile) -> Any:
-    """All have the same arguments."""
-    if tile.form == VECTOR:
-        return linear_q_row_kernel
-    return linear_q_slices_kernel if tile.form == SLICES else linear_q_kernel
-
-
 def _constexprs(layout: QuantizedLayout, tile: Tile, rows: int) -> dict[str, Any]:
-    common = _format(layout) | {"WIDTH": layout.header_columns, "BN": tile.block_n}
-    if tile.form == VECTOR:
-        # x is loaded by every thread that multiplies it, unless there are units for all threads
-        units = min(tile.block_k // layout.unit, 16 * tile.num_warps)
-        return common | {"UNITS": units, "STAGES": tile.num_stages}
-    common["BM"] = rows
-    if tile.form == SLICES:
-        slices = tile.num_warps
-        # as many bytes in 8 bits as in 4: with more of them ptxas spills for 10.0 and 12.0
-        columns = tile.block_k * 4 // layout.bits // slices
-        columns = min(columns, layout.group or columns)
-        return common | {"BK": columns, "SLICES": slices, "STAGES": tile.num_stages}
     columns = min(tile.block_k, layout.group or tile.block_k)
-    return common | {"BK": columns, "PARTS": max(1, min(tile.block_k, _STEP) // columns)}
+    return _format(layout) | {
+        "WIDTH": layout.header_columns,
+        "BM": rows,
+        "BN": tile.block_n,
+        "BK": columns,
+        "PARTS": max(1, min(tile.block_k, _STEP) // columns),
+    }
 
 
 def _block_rows(num_rows: int) -> int:
@@ -191,10 +170,9 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile of every layout that has them, and what decodes all layouts."""
     for dtype in FLOATS:
         for name in QUANTIZED:
-            for rows in (1, MAX_ROWS, 64):
+            for rows in (MAX_ROWS, 64):
                 for tile in quantized_tiles(name, dtype, rows):
-                    if rows > 1 or tile.block_m == 1:
-                        yield _product(dtype, QuantizedLayout.named(name), tile, rows)
+                    yield _product(dtype, QuantizedLayout.named(name), tile, rows)
         for name in ("int8", "int8-zeros", "int4-g32", "int4-g32-zeros", "fp8", "mxfp4"):
             yield _decode(dtype, QuantizedLayout.named(name))
 
@@ -205,7 +183,7 @@ def _product(dtype: torch.dtype, layout: QuantizedLayout, tile: Tile, rows: int)
     pointers = {"x": f"*{kind}", **given, "bias": f"*{kind}", "out": f"*{kind}"}
     return Shipped(
         name=f"{kind}-{layout.name}-rows{rows}-{tile.name}",
-        kernel=_kernel_of(tile),
+        kernel=linear_q_kernel,
         signature=pointers | dict.fromkeys(("num_rows", "size", "bias_size", "K"), "i32"),
         constexprs=_absent(layout) | _constexprs(layout, tile, rows),
         **tile.options,

@@ -43,7 +43,7 @@ def test_every_path(tmp_path: Path) -> None:
     names = {f"{kind} {shape}" for kind in (*KINDS, "bfloat16") for shape in SHAPES}
     assert {item["shape"] for item in products} == names
     forms = {item["candidate"].split("-")[0] for item in products}
-    assert forms == {"library", "dot", "slices", "vector", "fragments"}
+    assert forms == {"library", "dot", "fragments"}
     assert {item["is_dependent"] for item in products} == {True, False}
 
 
@@ -118,7 +118,7 @@ def test_other_layouts_get_the_best_tiles_where_int4_is_at_its_aim(
     tile = candidates("int4-g128", 1)[4]
     item = {"shape": "int4-g128 8b down", "rows": 1, "is_dependent": False}
     sweep.found = [
-        item | {"candidate": "vector-2", "us": 1.0},
+        item | {"candidate": "dot-1", "us": 1.0},
         item | {"candidate": name_of(candidates("int4-g128", 1)[5]), "us": 12.5},
     ]
     assert not sweep.is_at_aim()
