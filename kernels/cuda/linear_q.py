@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.artifact.backends import facts_of
+from specc.artifact.fragments import HALF
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
 from specc.kernels.cuda import linear_q_fragments
@@ -56,7 +57,7 @@ def linear_q(
     layout = QuantizedLayout(bits, group, has_zeros, is_float, format)
     _check(input, weight, bias, out_features, layout)
     x = in_rows(input)
-    tile = quantized_tile_for(x, out_features, layout.name)
+    tile = quantized_tile_for(x, out_features, layout.unpaired.name)
     if tile is None:
         return _by_library(x, weight, bias, out_features, layout)
     if layout.is_fragments and x.shape[0]:
@@ -80,12 +81,35 @@ def _by_library(
     if step >= weight.shape[0]:
         return functional.linear(x, decoded(weight, x, 0, size, layout), bias)
     out = x.new_empty(x.shape[0], size)
-    for first in range(0, weight.shape[0], step):
-        begin, end = first * BLOCK, min(size, (first + step) * BLOCK)
-        part = decoded(weight, x, first, end - begin, layout)
-        own = None if bias is None else bias[begin:end]
-        out[:, begin:end] = functional.linear(x, part, own)
+    for first, outputs in _pieces(weight.shape[0], step, layout.distance // HALF, size):
+        part = decoded(weight, x, first, sum(map(len, outputs)), layout)
+        own = (
+            None if bias is None else torch.cat([bias[item.start : item.stop] for item in outputs])
+        )
+        done = functional.linear(x, part, own).split([len(item) for item in outputs], 1)
+        for item, columns in zip(outputs, done, strict=True):
+            out[:, item.start : item.stop] = columns
     return out
+
+
+def _pieces(blocks: int, step: int, pairs: int, size: int) -> Iterator[tuple[int, list[range]]]:
+    """First blocks of pieces of at most `step` blocks, and which outputs such a piece has.
+
+    Args:
+        pairs: blocks of which all first halves come before all second ones.
+        size: N.
+    """
+    first = 0
+    while first < blocks:
+        last = first + (step // pairs * pairs or min(step, pairs - first % pairs))
+        if step >= pairs:
+            outputs = [range(first * BLOCK, min(size, last * BLOCK))]
+        else:
+            begin = first // pairs * pairs * BLOCK + first % pairs * HALF
+            own = range(begin, begin + (last - first) * HALF)
+            outputs = [own, range(own.start + pairs * HALF, own.stop + pairs * HALF)]
+        yield first, outputs
+        first = last
 
 
 def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: QuantizedLayout) -> Tensor:

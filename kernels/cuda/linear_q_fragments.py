@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specc.artifact.fragments import HALF
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
 from specc.kernels.cuda.dependent import launch_options, with_dependent
@@ -37,7 +38,7 @@ def multiply(
     out = x.new_empty(x.shape[0], size)
     linear_q_fragments_kernel[(triton.cdiv(size, tile.block_n),)](
         x, weight.view(torch.int32), _scales(weight, layout), x if bias is None else bias, out,
-        x.shape[0], size, 0 if bias is None else size, x.shape[1],
+        x.shape[0], size, 0 if bias is None else size, layout.distance // HALF, x.shape[1],
         **_constexprs(layout, tile),
         num_warps=tile.num_warps,
         **launch_options(x.dtype, tile.starts_early),
@@ -46,12 +47,12 @@ def multiply(
 
 
 def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: QuantizedLayout) -> Tensor:
-    """As `linear_q.decoded`."""
-    columns = like.shape[1]
+    """As `linear_q.decoded`; of outputs that lie apart first halves come before second ones."""
+    columns, blocks = like.shape[1], triton.cdiv(size, BLOCK)
     out = like.new_empty(size, columns)
-    linear_q_fragments_decode_kernel[(triton.cdiv(size, BLOCK), columns // _DECODED)](
+    linear_q_fragments_decode_kernel[(blocks, columns // _DECODED)](
         weight.view(torch.int16), _scales(weight, layout), weight.view(torch.bfloat16), out,
-        first, size, layout.group or columns, columns,
+        first, size, layout.group or columns, min(layout.distance // HALF, blocks), columns,
         **_decoding(layout),
         num_warps=4,
     )  # fmt: skip
@@ -93,7 +94,7 @@ def _product(layout: QuantizedLayout, tile: Tile) -> Shipped:
     return Shipped(
         name=f"{layout.name}-m{tile.block_m}-n{tile.block_n}-k{tile.block_k}-s{tile.num_stages}",
         kernel=linear_q_fragments_kernel,
-        signature=pointers | dict.fromkeys(("num_rows", "size", "bias_size", "K"), "i32"),
+        signature=pointers | dict.fromkeys(("num_rows", "size", "bias_size", "pairs", "K"), "i32"),
         constexprs=_constexprs(layout, tile),
         num_warps=tile.num_warps,
         num_stages=3,
@@ -108,7 +109,7 @@ def _decode(layout: QuantizedLayout) -> Shipped:
         # groups of other sizes are other numbers, not other binaries
         name=f"{layout.kind}{'-zeros' if layout.has_zeros else ''}-decode",
         kernel=linear_q_fragments_decode_kernel,
-        signature=pointers | dict.fromkeys(("first", "size", "group", "K"), "i32"),
+        signature=pointers | dict.fromkeys(("first", "size", "group", "pairs", "K"), "i32"),
         constexprs=_decoding(layout),
         num_warps=4,
         num_stages=3,

@@ -199,7 +199,7 @@ def _copy(ring, turn, p_copy, first, tiles, U: gl.constexpr, W: gl.constexpr, LC
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=["num_rows", "size", "bias_size"])
+@gluon.jit(do_not_specialize=["num_rows", "size", "bias_size", "pairs"])
 def linear_q_fragments_kernel(
     x,
     weight,
@@ -209,6 +209,7 @@ def linear_q_fragments_kernel(
     num_rows,
     size,
     bias_size,
+    pairs,
     K,
     KIND: gl.constexpr,
     GROUP: gl.constexpr,
@@ -222,7 +223,8 @@ def linear_q_fragments_kernel(
 ):
     """16 · NB outputs of up to BM rows, NB = 1 or 2; a step is U tiles of each of W warps.
 
-    x [num_rows, K], bias [bias_size], which counts where it is not empty, out [num_rows, size].
+    x [num_rows, K], bias [bias_size], which counts where it is not empty, out [num_rows, size]. The
+    second half of a block has the outputs 16 · `pairs` after the first.
     `weight` are words and `scales` float32, or bytes of mxfp4, of the same blocks. K is a multiple
     of the columns of U tiles. Words of a step are loaded one step ahead, or, with a RING, copied to
     shared memory RING - 1 steps ahead; what is asked for at first no step writes, so it is asked
@@ -244,7 +246,8 @@ def linear_q_fragments_kernel(
     zeros = head
     if HAS_ZEROS:
         head = head + groups * 16
-    begin = (i_n * NB // 2).to(gl.int64) * (head + tiles * PAIR)
+    i_b = i_n * NB // 2
+    begin = i_b.to(gl.int64) * (head + tiles * PAIR)
     half = i_n * NB % 2
     p_words = weight + begin + head + half * WORDS
     p_tile = p_words + gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(0, LW)), 0)
@@ -301,7 +304,7 @@ def linear_q_fragments_kernel(
         b_out = gl.sum(acc[n], 0)  # [16, BM]
         o_row = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(0, A))), 1)
         o_col = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(0, A))), 0)
-        o_n = (i_n * NB + n) * 16 + o_row
+        o_n = (i_b // pairs * (2 * pairs) + i_b % pairs + (half + n) * pairs) * 16 + o_row
         if GROUP == 0:
             b_out = b_out * gl.load(scales + (begin + half * 16 + n * 16 + o_row))
         b_out = b_out + gl.load(bias + o_n, mask=o_n < bias_size, other=0.0).to(gl.float32)
@@ -309,7 +312,7 @@ def linear_q_fragments_kernel(
         gl.store(out + (o_col * size + o_n), b_out.to(out.dtype.element_ty), mask=m_out)
 
 
-@triton.jit(do_not_specialize=["first", "size", "group"])
+@triton.jit(do_not_specialize=["first", "size", "group", "pairs"])
 def linear_q_fragments_decode_kernel(
     weight,
     scales,
@@ -318,6 +321,7 @@ def linear_q_fragments_decode_kernel(
     first,
     size,
     group,
+    pairs,
     K,
     KIND: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -325,7 +329,7 @@ def linear_q_fragments_decode_kernel(
     """32 columns of the outputs of block `first` + i as floats, in `out` [size, K].
 
     `weight` is the same memory in int16, `zeros` in bfloat16, `scales` as of the product; `group`
-    columns share a scale.
+    columns share a scale. Both halves of a block are 16 · `pairs` rows apart in `out`.
     """
     IS_4_BITS: tl.constexpr = KIND == "int4" or KIND == "mxfp4"
     BITS: tl.constexpr = 4 if IS_4_BITS else 8
@@ -372,7 +376,8 @@ def linear_q_fragments_decode_kernel(
     else:
         b_scale = tl.load(scales + block // 2 + i_group * 32 + o_n)
     b_w = (b_w + b_zero) * b_scale
-    o_out = tl.program_id(0) * 32 + o_n
+    i_b = tl.program_id(0)
+    o_out = (i_b // pairs * (2 * pairs) + i_b % pairs + o_half * pairs) * 16 + o_n % 16
     p_out = out + o_out.to(tl.int64) * K + i_s * 32 + o_k
     tl.store(p_out, b_w.to(out.dtype.element_ty), mask=o_out < size)
 
