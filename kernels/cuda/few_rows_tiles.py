@@ -37,6 +37,8 @@ _ROWS = {DOT: 16, JOINED: 16, SWAP: 8, VECTOR: 1, FRAGMENTS: 8}
 # per compute capability), and what it may have on those that are not listed
 _SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 LEAST_SHARED = 99 << 10
+# of a multiprocessor
+REGISTERS = 65536
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Tile:
         starts_early: it is a dependent launch where launches are; else an ordinary one, always.
         block_m: rows of x, at most.
         shared: bytes of shared memory that the device must give a program, if not all do.
+        columns: of rows that a program has in shared memory, at most; 0 where it has none.
+        registers: of a thread, where ptxas would spill for one more program of a multiprocessor.
     """
 
     block_n: int
@@ -65,6 +69,8 @@ class Tile:
     form: str = DOT
     block_m: int = MAX_ROWS
     shared: int = LEAST_SHARED
+    columns: int = 0
+    registers: int | None = None
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -90,7 +96,8 @@ class Tile:
 
     def takes(self, num_rows: int, columns: int) -> bool:
         """Whether its kernel computes a product of so many rows by a weight of so many columns."""
-        return num_rows <= self.block_m and (self.form == DOT or columns % self.block_k == 0)
+        takes_columns = self.form == DOT or columns % self.block_k == 0
+        return num_rows <= self.block_m and takes_columns and columns <= (self.columns or columns)
 
     def fits(self, capability: int) -> bool:
         """Whether devices of a compute capability (90) have the shared memory it needs."""
@@ -208,6 +215,49 @@ def fragment_tiles(layout: str) -> tuple[Tile, ...]:
     if layout == "int4-g32-fragments":
         return _NO_RING, _WIDE_ROWS
     return _FRAGMENT_TILES[4 if layout.startswith(("int4", "mxfp4")) else 8]
+
+
+# with a norm in front: of a row, or of eight, that are in shared memory, beside a ring where that
+# fits. More columns, and layouts that are rare, are separate kernels
+NORMED_COLUMNS = 2048
+NORMED_LAYOUTS = tuple(
+    name for name in FRAGMENT_LAYOUTS if not name.startswith(("mxfp4", "int4-g32"))
+)
+_ONE = Tile(32, 256, 8, 3, form=FRAGMENTS, block_m=1, columns=6144, shared=112 << 10, registers=128)
+_EIGHT = replace(_ONE, block_m=8, shared=196 << 10, registers=200)
+_NORMED_TILES = (
+    _ONE,
+    replace(_ONE, num_stages=2, shared=16 << 10),
+    _EIGHT,
+    replace(_EIGHT, num_stages=2, shared=100 << 10),
+    replace(_EIGHT, num_stages=2, columns=4096, shared=68 << 10),
+)
+
+
+def all_normed_tiles(layout: str, capability: int) -> tuple[Tile, ...]:
+    """Of products with a norm in front: the first that a device has room for, by rows."""
+    if layout not in NORMED_LAYOUTS:
+        return ()
+    fitting = [tile for tile in _NORMED_TILES if tile.fits(capability)]
+    first = {tile.block_m: tile for tile in reversed(fitting)}
+    columns = 256 if layout.startswith("int4") else 128
+    if layout.startswith("int4-g64"):
+        first[1] = replace(first[1], registers=168)
+    return tuple(replace(first[rows], block_k=columns) for rows in sorted(first))
+
+
+def normed_tiles(layout: str, num_rows: int, columns: int, capability: int) -> tuple[Tile, ...]:
+    """Likewise, the one that takes so many rows and columns; or none."""
+    tiles = all_normed_tiles(layout, capability)
+    return tuple(tile for tile in tiles if tile.takes(num_rows, columns))[:1]
+
+
+def resident(tile: Tile, capability: int) -> int:
+    """Programs with a norm in front that a multiprocessor holds: one, or two."""
+    # a multiprocessor has 1 KiB more than a program may have, which takes 1 KiB more than it asks
+    room = _SHARED.get(capability, LEAST_SHARED) + 1024
+    registers = 32 * tile.num_warps * (tile.registers or REGISTERS)
+    return 2 if 2 * (tile.shared + 1024) <= room and 2 * registers <= REGISTERS else 1
 
 
 def quantized_tiles(layout: str, dtype: torch.dtype, num_rows: int) -> tuple[Tile, ...]:

@@ -55,7 +55,7 @@ def linear_q(
     Rows are not integers here, whatever `row_bits` asks for.
     """
     layout = QuantizedLayout(bits, group, has_zeros, is_float, format)
-    _check(input, weight, bias, out_features, layout)
+    check_operands(input, weight, bias, out_features, layout)
     x = in_rows(input)
     tile = quantized_tile_for(x, out_features, layout.unpaired.name)
     if tile is None:
@@ -167,9 +167,10 @@ def _block_rows(num_rows: int) -> int:
     return MAX_ROWS if num_rows <= MAX_ROWS else 64
 
 
-def _check(
+def check_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, size: int, layout: QuantizedLayout
 ) -> None:
+    """Raises ValueError: what the kernels would misread; operands of `linear_q`."""
     dtypes = (linear_q_fragments.DTYPE,) if layout.is_fragments else FLOATS
     is_rows = x.dim() == 2 and x.dtype in dtypes and x.shape[1] > 0
     needed = "[M, K] of floats, of bfloat16 by fragments"

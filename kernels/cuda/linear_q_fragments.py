@@ -37,7 +37,7 @@ def multiply(
     """Rows x [M, K] by a weight of N = `size` outputs: [M, N]; operands as of `linear_q`."""
     out = x.new_empty(x.shape[0], size)
     linear_q_fragments_kernel[(triton.cdiv(size, tile.block_n),)](
-        x, weight.view(torch.int32), _scales(weight, layout), x if bias is None else bias, out,
+        x, weight.view(torch.int32), scales_of(weight, layout), x if bias is None else bias, out,
         x.shape[0], size, 0 if bias is None else size, layout.distance // HALF, x.shape[1],
         **_constexprs(layout, tile),
         num_warps=tile.num_warps,
@@ -51,24 +51,26 @@ def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: Quantiz
     columns, blocks = like.shape[1], triton.cdiv(size, BLOCK)
     out = like.new_empty(size, columns)
     linear_q_fragments_decode_kernel[(blocks, columns // _DECODED)](
-        weight.view(torch.int16), _scales(weight, layout), weight.view(torch.bfloat16), out,
+        weight.view(torch.int16), scales_of(weight, layout), weight.view(torch.bfloat16), out,
         first, size, layout.group or columns, min(layout.distance // HALF, blocks), columns,
-        **_decoding(layout),
+        **decoding(layout),
         num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _scales(weight: Tensor, layout: QuantizedLayout) -> Tensor:
+def scales_of(weight: Tensor, layout: QuantizedLayout) -> Tensor:
+    """A weight as its scales are read."""
     return weight if layout.kind == "mxfp4" else weight.view(torch.float32)
 
 
-def _decoding(layout: QuantizedLayout) -> dict[str, Any]:
+def decoding(layout: QuantizedLayout) -> dict[str, Any]:
+    """Constants that say how levels and zero points lie."""
     return {"KIND": layout.kind, "HAS_ZEROS": layout.has_zeros}
 
 
 def _constexprs(layout: QuantizedLayout, tile: Tile) -> dict[str, Any]:
-    return _decoding(layout) | {
+    return decoding(layout) | {
         "GROUP": layout.group,
         "W": tile.num_warps,
         "NB": tile.block_n // 16,
@@ -90,7 +92,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
 
 def _product(layout: QuantizedLayout, tile: Tile) -> Shipped:
     rows = dict.fromkeys(("x", "bias", "out"), f"*{TYPE_NAMES[DTYPE]}")
-    pointers = rows | {"weight": "*i32", "scales": _scale_type(layout)}
+    pointers = rows | {"weight": "*i32", "scales": scale_type(layout)}
     return Shipped(
         name=f"{layout.name}-m{tile.block_m}-n{tile.block_n}-k{tile.block_k}-s{tile.num_stages}",
         kernel=linear_q_fragments_kernel,
@@ -104,18 +106,18 @@ def _product(layout: QuantizedLayout, tile: Tile) -> Shipped:
 
 def _decode(layout: QuantizedLayout) -> Shipped:
     out = f"*{TYPE_NAMES[DTYPE]}"
-    pointers = {"weight": "*i16", "scales": _scale_type(layout), "zeros": "*bf16", "out": out}
+    pointers = {"weight": "*i16", "scales": scale_type(layout), "zeros": "*bf16", "out": out}
     return Shipped(
         # groups of other sizes are other numbers, not other binaries
         name=f"{layout.kind}{'-zeros' if layout.has_zeros else ''}-decode",
         kernel=linear_q_fragments_decode_kernel,
         signature=pointers | dict.fromkeys(("first", "size", "group", "pairs", "K"), "i32"),
-        constexprs=_decoding(layout),
+        constexprs=decoding(layout),
         num_warps=4,
         num_stages=3,
         divisible=(*pointers, "K"),
     )
 
 
-def _scale_type(layout: QuantizedLayout) -> str:
+def scale_type(layout: QuantizedLayout) -> str:
     return "*u8" if layout.kind == "mxfp4" else "*fp32"

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import fx
 
 from specc.artifact.fragments import HALF
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
-from specc.passes.program import Program, bind_args
-from specc.passes.rewrite.columns import only_user
-from specc.passes.rewrite.fuse_add_norm import rope_after
-
-aten = torch.ops.aten
-_RESHAPES = (aten.reshape.default, aten.view.default)
+from specc.passes.program import Program
+from specc.passes.rewrite.fuse_add_norm import distance_after, in_shape
 
 
 class PairFragments(Pass):
@@ -35,7 +30,7 @@ class PairFragments(Pass):
             assert layout is not None
             if not layout.is_fragments or layout.distance != HALF:
                 continue
-            apart = [distance_of(reader) for reader in readers]
+            apart = [_distance(reader) for reader in readers]
             if None in apart:
                 continue
             if len(set(apart)) > 1 or apart[0] % HALF or outputs % (2 * apart[0]):  # type: ignore[operator]
@@ -50,27 +45,5 @@ class PairFragments(Pass):
         return result
 
 
-def distance_of(node: fx.Node) -> int | None:
-    """Between two outputs of a product that what follows it reads together; None where it does not.
-
-    Args:
-        node: of `specc.linear_q`.
-    """
-    if node.target is not ops.linear_q:
-        return None
-    last = in_shape(node)
-    user = only_user(last)
-    if user is not None and user.target is ops.act_and_mul:
-        return int(last.meta["val"].shape[-1]) // 2
-    rope = rope_after(last)
-    if rope is None:
-        return None
-    return int(bind_args(rope)["q"].meta["val"].shape[-1]) // 2
-
-
-def in_shape(node: fx.Node) -> fx.Node:
-    """The result of a product of flattened rows in the shape in which it is read."""
-    user = only_user(node)
-    if user is None or user.target not in _RESHAPES:
-        return node
-    return user if user.meta["val"].shape[-1] == node.meta["val"].shape[-1] else node
+def _distance(node: fx.Node) -> int | None:
+    return distance_after(in_shape(node)) if node.target is ops.linear_q else None

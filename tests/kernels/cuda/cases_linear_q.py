@@ -87,7 +87,7 @@ def make_operands(
         "group": layout.group,
         "has_zeros": layout.has_zeros,
         "is_float": layout.is_float,
-    }
+    } | ({"row_bits": 0, "format": layout.format} if layout.format else {})
 
 
 def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
