@@ -34,13 +34,13 @@ consteval bool fits_schema(std::string_view name) {
   if (name == "specc::add_lora")
     return std::is_same_v<Function, One(T, T, T, T, T, T, T)>;
   if (name == "specc::add_norm_gate_up")
-    return std::is_same_v<Function, Two(T, T, T, double, bool, T, Text)>;
+    return std::is_same_v<Function, Two(T, T, T, double, bool, T, Text, Text)>;
   if (name == "specc::add_norm_head")
     return std::is_same_v<Function, One(T, T, T, double, bool, T, O, T)>;
   if (name == "specc::add_norm_linear")
-    return std::is_same_v<Function, Two(T, T, T, double, bool, T, O)>;
+    return std::is_same_v<Function, Two(T, T, T, double, bool, T, O, Text)>;
   if (name == "specc::add_norm_rope_write")
-    return std::is_same_v<Function, Two(T, T, T, double, bool, T, O, T, T, T, T, T, T, T)>;
+    return std::is_same_v<Function, Two(T, T, T, double, bool, T, O, T, T, T, T, T, T, T, Text)>;
   if (name == "specc::add_rms_norm")
     return std::is_same_v<Function, Two(T, T, T, double, bool)>;
   if (name == "specc::all_reduce")
@@ -342,15 +342,15 @@ constexpr const char* kSchemas[] = {
     "specc::add_lora(Tensor base, Tensor input, Tensor adapters, Tensor down, Tensor up, "
         "Tensor pieces, Tensor scales) -> Tensor",
     "specc::add_norm_gate_up(Tensor x, Tensor residual, Tensor gamma, float eps, bool "
-        "unit_offset, Tensor weight, str activation) -> (Tensor y, Tensor total)",
+        "unit_offset, Tensor weight, str activation, str layout=\"\") -> (Tensor y, Tensor total)",
     "specc::add_norm_head(Tensor x, Tensor residual, Tensor gamma, float eps, bool "
         "unit_offset, Tensor weight, Tensor? bias, Tensor rows) -> Tensor",
     "specc::add_norm_linear(Tensor x, Tensor residual, Tensor gamma, float eps, bool "
-        "unit_offset, Tensor weight, Tensor? bias) -> (Tensor y, Tensor total)",
+        "unit_offset, Tensor weight, Tensor? bias, str layout=\"\") -> (Tensor y, Tensor total)",
     "specc::add_norm_rope_write(Tensor x, Tensor residual, Tensor gamma, float eps, bool "
         "unit_offset, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, Tensor(a!) k_cache, "
-        "Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table) -> (Tensor q, "
-        "Tensor total)",
+        "Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table, str layout=\"\") -> "
+        "(Tensor q, Tensor total)",
     "specc::add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool "
         "unit_offset=False) -> (Tensor, Tensor)",
     "specc::all_reduce(Tensor x) -> Tensor",

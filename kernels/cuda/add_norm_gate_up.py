@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.kernels.cuda.act_and_mul import act_and_mul, activate
+from specc.kernels.cuda.add_norm_fragments import by_fragments
 from specc.kernels.cuda.dependent import (
     ask_and_wait,
     launch_options,
@@ -35,10 +36,14 @@ def add_norm_gate_up(
     unit_offset: bool,
     weight: Tensor,
     activation: str,
+    layout: str = "",
 ) -> tuple[Tensor, Tensor]:
     """See `add_norm_gate_up_reference`."""
-    check_product(NAME, x, residual, gamma, weight, None)
     check(activation in ACTIVATIONS, NAME, activation, f"one of {', '.join(ACTIVATIONS)}")
+    operands = x, residual, gamma, eps, unit_offset, weight
+    if layout:
+        return by_fragments(NAME, *operands, None, layout, activation)
+    check_product(NAME, x, residual, gamma, weight, None)
     check(
         weight.shape[0] % 2 == 0,
         NAME,
@@ -51,7 +56,7 @@ def add_norm_gate_up(
         return act_and_mul(functional.linear(normed, weight), activation), total
     out, total = x.new_empty(*x.shape[:-1], weight.shape[0] // 2), x.new_empty(x.shape)
     if x.numel():
-        _launch(x, residual, gamma, eps, unit_offset, weight, activation, out, total, tile)
+        _launch(*operands, activation, out, total, tile)
     return out, total
 
 

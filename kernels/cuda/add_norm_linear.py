@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from specc.kernels.cuda.add_norm_fragments import by_fragments
 from specc.kernels.cuda.dependent import (
     ask_and_wait,
     launch_options,
@@ -33,8 +34,12 @@ def add_norm_linear(
     unit_offset: bool,
     weight: Tensor,
     bias: Tensor | None,
+    layout: str = "",
 ) -> tuple[Tensor, Tensor]:
     """See `add_norm_linear_reference`."""
+    operands = x, residual, gamma, eps, unit_offset, weight
+    if layout:
+        return by_fragments(NAME, *operands, bias, layout)
     check_product(NAME, x, residual, gamma, weight, bias)
     tile = tile_for(NAME, x.shape[:-1].numel(), weight)
     if tile is None:
@@ -42,7 +47,7 @@ def add_norm_linear(
         return functional.linear(normed, weight, bias), total
     out, total = x.new_empty(*x.shape[:-1], weight.shape[0]), x.new_empty(x.shape)
     if x.numel():
-        _launch(x, residual, gamma, eps, unit_offset, weight, bias, out, total, tile)
+        _launch(*operands, bias, out, total, tile)
     return out, total
 
 

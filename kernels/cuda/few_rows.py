@@ -30,6 +30,7 @@ from specc.kernels.cuda.few_rows_tiles import (
     LINEAR_TILES,
     TILES,
     Tile,
+    normed_tiles,
     quantized_tiles,
     suited,
 )
@@ -39,6 +40,7 @@ from specc.kernels.cuda.strided_rows import FLOATS, check
 # what compiles the tiles: what was measured holds for this version alone
 COMPILER = f"triton {triton.__version__}"
 SKINNY = "skinny_linear"
+QUANTIZED = "linear_q"
 EMBED = "embed_norm_rope_write"
 # columns of the sum that a program stores at a time
 BLOCK_TOTAL = 64
@@ -71,14 +73,23 @@ class Product:
         cls, num_rows: int, dtype: torch.dtype, shape: tuple[int, int], layout: str
     ) -> Product:
         """That of `linear_q`."""
+        return cls.of_layout(QUANTIZED, num_rows, dtype, shape, layout)
+
+    @classmethod
+    def of_layout(
+        cls, operator: str, num_rows: int, dtype: torch.dtype, shape: tuple[int, int], layout: str
+    ) -> Product:
+        """Of an operator with a quantized weight."""
         rows = triton.next_power_of_2(max(1, num_rows))
-        return cls("linear_q", dtype, shape, rows, layout)
+        return cls(operator, dtype, shape, rows, layout)
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
         """What its kernel may be launched with on the current device; none of too many rows."""
-        if self.layout:
+        if self.operator == QUANTIZED:
             return quantized_tiles(self.layout, self.dtype, self.rows)
+        if self.layout:
+            return normed_tiles(self.layout, self.rows, self.shape[1], _capability())
         tables = {SKINNY: LINEAR_TILES, EMBED: EMBED_TILES}
         tiles = tables.get(self.operator, TILES)[self.dtype]
         return suited(tiles, self.rows, self.shape[1], _capability())
@@ -175,6 +186,23 @@ def quantized_tile_for(x: Tensor, size: int, layout: str) -> Tile | None:
     return _tile_of(product, next(iter(product.tiles), None))
 
 
+def normed_tile_for(operator: str, x: Tensor, size: int, layout: str) -> Tile | None:
+    """As `quantized_tile_for`, with a norm in front; None is separate kernels."""
+    shape, num_rows = (size, x.shape[-1]), x.shape[:-1].numel()
+    product = Product.of_layout(operator, num_rows, x.dtype, shape, layout)
+    return _tile_of(product, next(iter(product.tiles), None))
+
+
+@contextlib.contextmanager
+def unforced() -> Iterator[None]:
+    """Let operators of this thread take their own, as the parts of one that was forced do."""
+    token = _forced.set(None)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
 @contextlib.contextmanager
 def forced(tile: int | Tile | None) -> Iterator[None]:
     """Let operators of this thread take a tile, or the library's product for None.
@@ -208,6 +236,13 @@ def check_product(
         name: of x among the operator's arguments.
     """
     check_linear(operator, x, weight, bias, name)
+    check_norm(operator, x, residual, gamma, name)
+
+
+def check_norm(
+    operator: str, x: Tensor, residual: Tensor | None, gamma: Tensor, name: str = "x"
+) -> None:
+    """As `check_product`, of what stands before the product."""
     size = x.shape[-1]
     if residual is not None:
         check(

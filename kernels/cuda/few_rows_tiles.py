@@ -11,9 +11,7 @@ A tile says which form the loop of the kernel has (`few_rows_loops`):
   as it is, and is not laid out for an instruction.
 
 All but `dot` have steps that are all whole, so no load of a weight has a mask, and are for
-bfloat16. Tiles of quantized weights take any width: those of `dot`, of `vector` for one row, and
-
-- `slices`: as `dot`, but each warp has columns of its own of a step.
+bfloat16. Tiles of quantized weights take any width, and have the form `dot`.
 
 Weights in fragments (`specc.artifact.fragments`) have tiles of their own:
 
@@ -30,17 +28,17 @@ from typing import Any
 import torch
 
 DOT, JOINED, SWAP, VECTOR = "dot", "joined", "swap", "vector"
-# of quantized weights
-SLICES = "slices"
 FRAGMENTS = "fragments"
 # of a product that is not of a quantized weight
 MAX_ROWS = 16
 # rows that tiles of a form have, unless their names say others
-_ROWS = {DOT: 16, JOINED: 16, SWAP: 8, VECTOR: 1, SLICES: 16, FRAGMENTS: 8}
+_ROWS = {DOT: 16, JOINED: 16, SWAP: 8, VECTOR: 1, FRAGMENTS: 8}
 # bytes of shared memory that a program may have (CUDA programming guide, technical specifications
 # per compute capability), and what it may have on those that are not listed
 _SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 LEAST_SHARED = 99 << 10
+# of a multiprocessor
+REGISTERS = 65536
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,8 @@ class Tile:
         starts_early: it is a dependent launch where launches are; else an ordinary one, always.
         block_m: rows of x, at most.
         shared: bytes of shared memory that the device must give a program, if not all do.
+        columns: of rows that a program has in shared memory, at most; 0 where it has none.
+        registers: of a thread, where ptxas would spill for one more program of a multiprocessor.
     """
 
     block_n: int
@@ -69,6 +69,8 @@ class Tile:
     form: str = DOT
     block_m: int = MAX_ROWS
     shared: int = LEAST_SHARED
+    columns: int = 0
+    registers: int | None = None
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -94,7 +96,8 @@ class Tile:
 
     def takes(self, num_rows: int, columns: int) -> bool:
         """Whether its kernel computes a product of so many rows by a weight of so many columns."""
-        return num_rows <= self.block_m and (self.form == DOT or columns % self.block_k == 0)
+        takes_columns = self.form == DOT or columns % self.block_k == 0
+        return num_rows <= self.block_m and takes_columns and columns <= (self.columns or columns)
 
     def fits(self, capability: int) -> bool:
         """Whether devices of a compute capability (90) have the shared memory it needs."""
@@ -173,19 +176,12 @@ QUANTIZED = (
         for zeros in ("", "-zeros")
     ),
 )  # fmt: skip
-# the first is for blocks of the weight that are many, the second where they are not; with the third
-# each warp has columns of its own
+# the first is for blocks of the weight that are many, the second where they are not
 _QUANTIZED_TILES = {
-    torch.bfloat16: (
-        Tile(32, 128, 4, 4), Tile(16, 128, 4, 6), Tile(32, 512, 8, 3, form=SLICES),
-    ),
-    torch.float16: (
-        Tile(32, 128, 4, 4), Tile(16, 128, 4, 6), Tile(32, 512, 8, 3, form=SLICES),
-    ),
+    torch.bfloat16: (Tile(32, 128, 4, 4), Tile(16, 128, 4, 6)),
+    torch.float16: (Tile(32, 128, 4, 4), Tile(16, 128, 4, 6)),
     torch.float32: (Tile(16, 32, 4, 3),),
-}  # fmt: skip
-# of one row, besides
-_ROW_TILES = (Tile(16, 1024, 8, 4, form=VECTOR, block_m=1),)
+}
 _MANY_TILES = {
     torch.bfloat16: (Tile(32, 128, 4, 4),),
     torch.float16: (Tile(32, 128, 4, 4),),
@@ -221,6 +217,49 @@ def fragment_tiles(layout: str) -> tuple[Tile, ...]:
     return _FRAGMENT_TILES[4 if layout.startswith(("int4", "mxfp4")) else 8]
 
 
+# with a norm in front: of a row, or of eight, that are in shared memory, beside a ring where that
+# fits. More columns, and layouts that are rare, are separate kernels
+NORMED_COLUMNS = 2048
+NORMED_LAYOUTS = tuple(
+    name for name in FRAGMENT_LAYOUTS if not name.startswith(("mxfp4", "int4-g32"))
+)
+_ONE = Tile(32, 256, 8, 3, form=FRAGMENTS, block_m=1, columns=6144, shared=112 << 10, registers=128)
+_EIGHT = replace(_ONE, block_m=8, shared=196 << 10, registers=200)
+_NORMED_TILES = (
+    _ONE,
+    replace(_ONE, num_stages=2, shared=16 << 10),
+    _EIGHT,
+    replace(_EIGHT, num_stages=2, shared=100 << 10),
+    replace(_EIGHT, num_stages=2, columns=4096, shared=68 << 10),
+)
+
+
+def all_normed_tiles(layout: str, capability: int) -> tuple[Tile, ...]:
+    """Of products with a norm in front: the first that a device has room for, by rows."""
+    if layout not in NORMED_LAYOUTS:
+        return ()
+    fitting = [tile for tile in _NORMED_TILES if tile.fits(capability)]
+    first = {tile.block_m: tile for tile in reversed(fitting)}
+    columns = 256 if layout.startswith("int4") else 128
+    if layout.startswith("int4-g64"):
+        first[1] = replace(first[1], registers=168)
+    return tuple(replace(first[rows], block_k=columns) for rows in sorted(first))
+
+
+def normed_tiles(layout: str, num_rows: int, columns: int, capability: int) -> tuple[Tile, ...]:
+    """Likewise, the one that takes so many rows and columns; or none."""
+    tiles = all_normed_tiles(layout, capability)
+    return tuple(tile for tile in tiles if tile.takes(num_rows, columns))[:1]
+
+
+def resident(tile: Tile, capability: int) -> int:
+    """Programs with a norm in front that a multiprocessor holds: one, or two."""
+    # a multiprocessor has 1 KiB more than a program may have, which takes 1 KiB more than it asks
+    room = _SHARED.get(capability, LEAST_SHARED) + 1024
+    registers = 32 * tile.num_warps * (tile.registers or REGISTERS)
+    return 2 if 2 * (tile.shared + 1024) <= room and 2 * registers <= REGISTERS else 1
+
+
 def quantized_tiles(layout: str, dtype: torch.dtype, num_rows: int) -> tuple[Tile, ...]:
     """Tiles of `linear_q`; none where the weight is decoded instead.
 
@@ -234,6 +273,4 @@ def quantized_tiles(layout: str, dtype: torch.dtype, num_rows: int) -> tuple[Til
         return tuple(tile for tile in tiles if tile.block_m == least)
     if layout not in QUANTIZED or num_rows > MAX_QUANTIZED_ROWS:
         return ()
-    if num_rows > MAX_ROWS:
-        return _MANY_TILES[dtype]
-    return _QUANTIZED_TILES[dtype] + (_ROW_TILES if num_rows == 1 else ())
+    return (_MANY_TILES if num_rows > MAX_ROWS else _QUANTIZED_TILES)[dtype]

@@ -19,20 +19,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.artifact.backends import facts_of
+from specc.artifact.fragments import HALF
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
 from specc.kernels.cuda import linear_q_fragments
 from specc.kernels.cuda.few_rows import in_rows, quantized_tile_for
-from specc.kernels.cuda.few_rows_tiles import (
-    MAX_ROWS,
-    QUANTIZED,
-    SLICES,
-    VECTOR,
-    Tile,
-    quantized_tiles,
-)
+from specc.kernels.cuda.few_rows_tiles import MAX_ROWS, QUANTIZED, Tile, quantized_tiles
 from specc.kernels.cuda.linear_q_kernels import linear_q_decode_kernel, linear_q_kernel
-from specc.kernels.cuda.linear_q_slices import linear_q_row_kernel, linear_q_slices_kernel
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 
@@ -62,16 +55,16 @@ def linear_q(
     Rows are not integers here, whatever `row_bits` asks for.
     """
     layout = QuantizedLayout(bits, group, has_zeros, is_float, format)
-    _check(input, weight, bias, out_features, layout)
+    check_operands(input, weight, bias, out_features, layout)
     x = in_rows(input)
-    tile = quantized_tile_for(x, out_features, layout.name)
+    tile = quantized_tile_for(x, out_features, layout.unpaired.name)
     if tile is None:
         return _by_library(x, weight, bias, out_features, layout)
     if layout.is_fragments and x.shape[0]:
         return linear_q_fragments.multiply(x, weight, bias, out_features, layout, tile)
     out = x.new_empty(x.shape[0], out_features)
     if x.shape[0]:
-        _kernel_of(tile)[(triton.cdiv(out_features, tile.block_n),)](
+        linear_q_kernel[(triton.cdiv(out_features, tile.block_n),)](
             x, *_parts(weight, layout), x if bias is None else bias, out,
             x.shape[0], out_features, 0 if bias is None else out_features, x.shape[1],
             **_constexprs(layout, tile, _block_rows(x.shape[0])),
@@ -88,12 +81,35 @@ def _by_library(
     if step >= weight.shape[0]:
         return functional.linear(x, decoded(weight, x, 0, size, layout), bias)
     out = x.new_empty(x.shape[0], size)
-    for first in range(0, weight.shape[0], step):
-        begin, end = first * BLOCK, min(size, (first + step) * BLOCK)
-        part = decoded(weight, x, first, end - begin, layout)
-        own = None if bias is None else bias[begin:end]
-        out[:, begin:end] = functional.linear(x, part, own)
+    for first, outputs in _pieces(weight.shape[0], step, layout.distance // HALF, size):
+        part = decoded(weight, x, first, sum(map(len, outputs)), layout)
+        own = (
+            None if bias is None else torch.cat([bias[item.start : item.stop] for item in outputs])
+        )
+        done = functional.linear(x, part, own).split([len(item) for item in outputs], 1)
+        for item, columns in zip(outputs, done, strict=True):
+            out[:, item.start : item.stop] = columns
     return out
+
+
+def _pieces(blocks: int, step: int, pairs: int, size: int) -> Iterator[tuple[int, list[range]]]:
+    """First blocks of pieces of at most `step` blocks, and which outputs such a piece has.
+
+    Args:
+        pairs: blocks of which all first halves come before all second ones.
+        size: N.
+    """
+    first = 0
+    while first < blocks:
+        last = first + (step // pairs * pairs or min(step, pairs - first % pairs))
+        if step >= pairs:
+            outputs = [range(first * BLOCK, min(size, last * BLOCK))]
+        else:
+            begin = first // pairs * pairs * BLOCK + first % pairs * HALF
+            own = range(begin, begin + (last - first) * HALF)
+            outputs = [own, range(own.start + pairs * HALF, own.stop + pairs * HALF)]
+        yield first, outputs
+        first = last
 
 
 def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: QuantizedLayout) -> Tensor:
@@ -136,37 +152,25 @@ def _format(layout: QuantizedLayout) -> dict[str, Any]:
     }
 
 
-def _kernel_of(tile: Tile) -> Any:
-    """All have the same arguments."""
-    if tile.form == VECTOR:
-        return linear_q_row_kernel
-    return linear_q_slices_kernel if tile.form == SLICES else linear_q_kernel
-
-
 def _constexprs(layout: QuantizedLayout, tile: Tile, rows: int) -> dict[str, Any]:
-    common = _format(layout) | {"WIDTH": layout.header_columns, "BN": tile.block_n}
-    if tile.form == VECTOR:
-        # x is loaded by every thread that multiplies it, unless there are units for all threads
-        units = min(tile.block_k // layout.unit, 16 * tile.num_warps)
-        return common | {"UNITS": units, "STAGES": tile.num_stages}
-    common["BM"] = rows
-    if tile.form == SLICES:
-        slices = tile.num_warps
-        # as many bytes in 8 bits as in 4: with more of them ptxas spills for 10.0 and 12.0
-        columns = tile.block_k * 4 // layout.bits // slices
-        columns = min(columns, layout.group or columns)
-        return common | {"BK": columns, "SLICES": slices, "STAGES": tile.num_stages}
     columns = min(tile.block_k, layout.group or tile.block_k)
-    return common | {"BK": columns, "PARTS": max(1, min(tile.block_k, _STEP) // columns)}
+    return _format(layout) | {
+        "WIDTH": layout.header_columns,
+        "BM": rows,
+        "BN": tile.block_n,
+        "BK": columns,
+        "PARTS": max(1, min(tile.block_k, _STEP) // columns),
+    }
 
 
 def _block_rows(num_rows: int) -> int:
     return MAX_ROWS if num_rows <= MAX_ROWS else 64
 
 
-def _check(
+def check_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, size: int, layout: QuantizedLayout
 ) -> None:
+    """Raises ValueError: what the kernels would misread; operands of `linear_q`."""
     dtypes = (linear_q_fragments.DTYPE,) if layout.is_fragments else FLOATS
     is_rows = x.dim() == 2 and x.dtype in dtypes and x.shape[1] > 0
     needed = "[M, K] of floats, of bfloat16 by fragments"
@@ -191,10 +195,9 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile of every layout that has them, and what decodes all layouts."""
     for dtype in FLOATS:
         for name in QUANTIZED:
-            for rows in (1, MAX_ROWS, 64):
+            for rows in (MAX_ROWS, 64):
                 for tile in quantized_tiles(name, dtype, rows):
-                    if rows > 1 or tile.block_m == 1:
-                        yield _product(dtype, QuantizedLayout.named(name), tile, rows)
+                    yield _product(dtype, QuantizedLayout.named(name), tile, rows)
         for name in ("int8", "int8-zeros", "int4-g32", "int4-g32-zeros", "fp8", "mxfp4"):
             yield _decode(dtype, QuantizedLayout.named(name))
 
@@ -205,7 +208,7 @@ def _product(dtype: torch.dtype, layout: QuantizedLayout, tile: Tile, rows: int)
     pointers = {"x": f"*{kind}", **given, "bias": f"*{kind}", "out": f"*{kind}"}
     return Shipped(
         name=f"{kind}-{layout.name}-rows{rows}-{tile.name}",
-        kernel=_kernel_of(tile),
+        kernel=linear_q_kernel,
         signature=pointers | dict.fromkeys(("num_rows", "size", "bias_size", "K"), "i32"),
         constexprs=_absent(layout) | _constexprs(layout, tile, rows),
         **tile.options,

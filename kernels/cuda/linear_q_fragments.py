@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specc.artifact.fragments import HALF
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
 from specc.kernels.cuda.dependent import launch_options, with_dependent
@@ -36,8 +37,8 @@ def multiply(
     """Rows x [M, K] by a weight of N = `size` outputs: [M, N]; operands as of `linear_q`."""
     out = x.new_empty(x.shape[0], size)
     linear_q_fragments_kernel[(triton.cdiv(size, tile.block_n),)](
-        x, weight.view(torch.int32), _scales(weight, layout), x if bias is None else bias, out,
-        x.shape[0], size, 0 if bias is None else size, x.shape[1],
+        x, weight.view(torch.int32), scales_of(weight, layout), x if bias is None else bias, out,
+        x.shape[0], size, 0 if bias is None else size, layout.distance // HALF, x.shape[1],
         **_constexprs(layout, tile),
         num_warps=tile.num_warps,
         **launch_options(x.dtype, tile.starts_early),
@@ -46,28 +47,30 @@ def multiply(
 
 
 def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: QuantizedLayout) -> Tensor:
-    """As `linear_q.decoded`."""
-    columns = like.shape[1]
+    """As `linear_q.decoded`; of outputs that lie apart first halves come before second ones."""
+    columns, blocks = like.shape[1], triton.cdiv(size, BLOCK)
     out = like.new_empty(size, columns)
-    linear_q_fragments_decode_kernel[(triton.cdiv(size, BLOCK), columns // _DECODED)](
-        weight.view(torch.int16), _scales(weight, layout), weight.view(torch.bfloat16), out,
-        first, size, layout.group or columns, columns,
-        **_decoding(layout),
+    linear_q_fragments_decode_kernel[(blocks, columns // _DECODED)](
+        weight.view(torch.int16), scales_of(weight, layout), weight.view(torch.bfloat16), out,
+        first, size, layout.group or columns, min(layout.distance // HALF, blocks), columns,
+        **decoding(layout),
         num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _scales(weight: Tensor, layout: QuantizedLayout) -> Tensor:
+def scales_of(weight: Tensor, layout: QuantizedLayout) -> Tensor:
+    """A weight as its scales are read."""
     return weight if layout.kind == "mxfp4" else weight.view(torch.float32)
 
 
-def _decoding(layout: QuantizedLayout) -> dict[str, Any]:
+def decoding(layout: QuantizedLayout) -> dict[str, Any]:
+    """Constants that say how levels and zero points lie."""
     return {"KIND": layout.kind, "HAS_ZEROS": layout.has_zeros}
 
 
 def _constexprs(layout: QuantizedLayout, tile: Tile) -> dict[str, Any]:
-    return _decoding(layout) | {
+    return decoding(layout) | {
         "GROUP": layout.group,
         "W": tile.num_warps,
         "NB": tile.block_n // 16,
@@ -89,11 +92,11 @@ def shipped(capability: int) -> Iterator[Shipped]:
 
 def _product(layout: QuantizedLayout, tile: Tile) -> Shipped:
     rows = dict.fromkeys(("x", "bias", "out"), f"*{TYPE_NAMES[DTYPE]}")
-    pointers = rows | {"weight": "*i32", "scales": _scale_type(layout)}
+    pointers = rows | {"weight": "*i32", "scales": scale_type(layout)}
     return Shipped(
         name=f"{layout.name}-m{tile.block_m}-n{tile.block_n}-k{tile.block_k}-s{tile.num_stages}",
         kernel=linear_q_fragments_kernel,
-        signature=pointers | dict.fromkeys(("num_rows", "size", "bias_size", "K"), "i32"),
+        signature=pointers | dict.fromkeys(("num_rows", "size", "bias_size", "pairs", "K"), "i32"),
         constexprs=_constexprs(layout, tile),
         num_warps=tile.num_warps,
         num_stages=3,
@@ -103,18 +106,18 @@ def _product(layout: QuantizedLayout, tile: Tile) -> Shipped:
 
 def _decode(layout: QuantizedLayout) -> Shipped:
     out = f"*{TYPE_NAMES[DTYPE]}"
-    pointers = {"weight": "*i16", "scales": _scale_type(layout), "zeros": "*bf16", "out": out}
+    pointers = {"weight": "*i16", "scales": scale_type(layout), "zeros": "*bf16", "out": out}
     return Shipped(
         # groups of other sizes are other numbers, not other binaries
         name=f"{layout.kind}{'-zeros' if layout.has_zeros else ''}-decode",
         kernel=linear_q_fragments_decode_kernel,
-        signature=pointers | dict.fromkeys(("first", "size", "group", "K"), "i32"),
-        constexprs=_decoding(layout),
+        signature=pointers | dict.fromkeys(("first", "size", "group", "pairs", "K"), "i32"),
+        constexprs=decoding(layout),
         num_warps=4,
         num_stages=3,
         divisible=(*pointers, "K"),
     )
 
 
-def _scale_type(layout: QuantizedLayout) -> str:
+def scale_type(layout: QuantizedLayout) -> str:
     return "*u8" if layout.kind == "mxfp4" else "*fp32"

@@ -19,187 +19,26 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from specc.kernels.cuda.dependent import let_next_start, wait_alone
-from specc.kernels.cuda.linear_q_unpack import operand_of
-
-# columns of a span: of two instructions
-SPAN = gl.constexpr(32)
-# words of a tile of 16 outputs, and of both tiles of a block of 32
-WORDS = gl.constexpr(128)
-PAIR = gl.constexpr(256)
-
-
-@gluon.constexpr_function
-def word_layout(warps: int) -> gl.DistributedLinearLayout:
-    """[W, 128] words: a tile for each warp, 16 bytes for each lane."""
-    return copy_layout(warps, 1)
-
-
-@gluon.constexpr_function
-def copy_layout(warps: int, tiles: int) -> gl.DistributedLinearLayout:
-    """[W, 128 · tiles] words: so many tiles for each warp, 16 bytes of each for a lane."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2]] + [[0, 128 << i] for i in range(tiles.bit_length() - 1)],
-        lane_bases=[[0, 4 << i] for i in range(5)],
-        warp_bases=[[1 << i, 0] for i in range(warps.bit_length() - 1)],
-        block_bases=[],
-        shape=[warps, 128 * tiles],
-    )
+from specc.kernels.cuda.linear_q_fragments_loop import (
+    PAIR,
+    SPAN,
+    WORDS,
+    copy_layout,
+    copy_step,
+    lane_layout,
+    load_words,
+    multiply_step,
+    row_layout,
+    warps_of,
+    word_layout,
+    words_of_warps,
+)
 
 
-@gluon.constexpr_function
-def lane_layout(warps: int) -> gl.DistributedLinearLayout:
-    """[W, 32]: a number for each lane."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[],
-        lane_bases=[[0, 1 << i] for i in range(5)],
-        warp_bases=[[1 << i, 0] for i in range(warps.bit_length() - 1)],
-        block_bases=[],
-        shape=[warps, 32],
-    )
-
-
-@gluon.constexpr_function
-def row_layout(warps: int, rows: int) -> gl.DistributedLinearLayout:
-    """[W, rows, 32] of x: 16 bytes of a row for each lane, which are its second operand."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1 << i] for i in range(3)]
-        + [[0, 8 << i, 0] for i in range((rows // 8).bit_length() - 1)],
-        lane_bases=[[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[1 << i, 0, 0] for i in range(warps.bit_length() - 1)],
-        block_bases=[],
-        shape=[warps, rows, 32],
-    )
-
-
-@gluon.jit
-def _span(b_words, NUMBER: gl.constexpr, SPANS: gl.constexpr, W: gl.constexpr):
-    """Words of a span of a tile, of which a tile of 8 bits has one."""
-    if SPANS == 1:
-        return b_words
-    else:
-        b_words = gl.permute(gl.reshape(b_words, [W, 32, 2, 2]), [0, 1, 3, 2])
-        b_first, b_second = gl.split(b_words)
-        return gl.reshape(b_first if NUMBER == 0 else b_second, [W, 64])
-
-
-@gluon.jit
-def _second(p_x, m_x, W: gl.constexpr, BM: gl.constexpr, A: gl.constexpr):
-    """32 columns of BM rows of each warp, as the second operand of its product."""
-    b_x = gl.load(p_x, mask=m_x, other=0.0)  # [W, BM, 32]
-    # warp, row, lane of four, chunk of 16 columns, half of it, column of a pair
-    b_x = gl.permute(gl.reshape(b_x, [W, BM, 4, 2, 2, 2]), [0, 3, 4, 2, 5, 1])
-    return gl.convert_layout(
-        gl.reshape(b_x, [W, 32, BM]), gl.DotOperandLayout(1, A, 2), assert_trivial=True
-    )
-
-
-@gluon.jit
-def _zeros_of(p_zero, b_words):
-    """What is added to rows 0 … 7 and 8 … 15: pairs like `b_words`, of a lane all the same."""
-    b_zero = gl.load(p_zero)  # [W, 32]
-    b_low = (b_zero & 0xFFFF) | (b_zero << 16)
-    b_high = ((b_zero >> 16) & 0xFFFF) | (b_zero & -0x10000)
-    return _for_words(b_low, b_words), _for_words(b_high, b_words)
-
-
-@gluon.jit
-def _for_words(b_lane, b_words):
-    b_all = gl.reshape(gl.join(b_lane, b_lane), b_words.shape)
-    return gl.convert_layout(b_all, b_words.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def _scale_of(p_scale, IS_EXPONENT: gl.constexpr):
-    b_scale = gl.load(p_scale)
-    if IS_EXPONENT:
-        b_scale = (b_scale.to(gl.int32) << 23).to(gl.float32, bitcast=True)
-    return b_scale
-
-
-@gluon.jit
-def _multiply(
-    words, acc, p_x, m_row, p_scale, p_zero, first, tiles,
-    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, SPANS: gl.constexpr,
-    W: gl.constexpr, NB: gl.constexpr, BM: gl.constexpr, U: gl.constexpr, A: gl.constexpr,
-    LX: gl.constexpr, LZ: gl.constexpr,
-):  # fmt: skip
-    """Take a step into the sums: U tiles of NB blocks, of warp 0 from tile `first` on."""
-    # spans that share a scale, as far as they are of one step
-    SHARED: gl.constexpr = U * SPANS if GROUP == 0 else min(GROUP // SPAN, U * SPANS)
-    PER_GROUP: gl.constexpr = max(GROUP // SPAN, 1)
-    o_x = _warps_of(W, LX)
-    # a warp has all of its tiles, or none: then its words are of others, and its rows are 0
-    m_x = m_row & (first + o_x * U < tiles)
-    p_x = p_x + first * (SPANS * SPAN)
-    i_a = gl.minimum(first + _warps_of(W, A) * U, tiles - U) * SPANS
-    if HAS_ZEROS:
-        o_z = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, LZ)), 1)
-        i_z = gl.minimum(first + o_z * U, tiles - U) * SPANS
-    for part in gl.static_range(U * SPANS // SHARED):
-        sums = acc
-        if GROUP != 0:
-            sums = (gl.zeros([W, 16, BM], gl.float32, A),) * NB
-        for v in gl.static_range(SHARED):
-            b_x = _second(p_x + (part * SHARED + v) * SPAN, m_x, W, BM, A)
-            new = ()
-            for n in gl.static_range(NB):
-                b_words = words[(part * SHARED + v) // SPANS * NB + n]
-                b_words = _span(b_words, (part * SHARED + v) % SPANS, SPANS, W)
-                if HAS_ZEROS:
-                    i_zero = (i_z + part * SHARED) // PER_GROUP * 16
-                    b_low, b_high = _zeros_of(p_zero + i_zero + n * 8, b_words)
-                    b_w = operand_of(b_words, b_low, b_high, KIND, W, A)
-                else:
-                    b_w = operand_of(b_words, None, None, KIND, W, A)
-                new = new + (mma_v2(b_w, b_x, sums[n]),)  # type: ignore[assignment]  # noqa: RUF005
-            sums = new
-        if GROUP != 0:
-            new = ()
-            for n in gl.static_range(NB):
-                p_own = p_scale + (i_a + part * SHARED) // PER_GROUP * 32 + n * 16
-                grouped = sums[n] * _scale_of(p_own, KIND == "mxfp4")
-                new = new + (acc[n] + grouped,)  # type: ignore[assignment]  # noqa: RUF005
-            sums = new
-        acc = sums
-    return acc
-
-
-@gluon.jit
-def _warps_of(W: gl.constexpr, L: gl.constexpr):
-    """0 … W - 1, [W, 1, 1]."""
-    o_w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, L)))
-    return gl.expand_dims(gl.expand_dims(o_w, 1), 2)
-
-
-@gluon.jit
-def _loads(p_words, U: gl.constexpr, NB: gl.constexpr):
-    words = ()
-    for u in gl.static_range(U):
-        for n in gl.static_range(NB):
-            more = gl.load(p_words + (u * PAIR + n * WORDS), cache_modifier=".cg")
-            words = words + (more,)  # type: ignore[assignment]  # noqa: RUF005
-    return words
-
-
-@gluon.jit
-def _warp_words(first, tiles, U: gl.constexpr, W: gl.constexpr, L: gl.constexpr):
-    """Where the words of a step begin of each warp, [W, 1]: of those without tiles, others'."""
-    o_w = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, L)), 1)
-    return gl.minimum(first + o_w * U, tiles - U) * PAIR
-
-
-@gluon.jit
-def _copy(ring, turn, p_copy, first, tiles, U: gl.constexpr, W: gl.constexpr, LC: gl.constexpr):
-    """Ask for the words of a step, in one copy: each has a barrier."""
-    o_w = _warp_words(first, tiles, U, W, LC)
-    async_copy.async_copy_global_to_shared(ring.index(turn), p_copy + o_w)
-    async_copy.commit_group()
-
-
-@gluon.jit(do_not_specialize=["num_rows", "size", "bias_size"])
+@gluon.jit(do_not_specialize=["num_rows", "size", "bias_size", "pairs"])
 def linear_q_fragments_kernel(
     x,
     weight,
@@ -209,6 +48,7 @@ def linear_q_fragments_kernel(
     num_rows,
     size,
     bias_size,
+    pairs,
     K,
     KIND: gl.constexpr,
     GROUP: gl.constexpr,
@@ -222,7 +62,8 @@ def linear_q_fragments_kernel(
 ):
     """16 · NB outputs of up to BM rows, NB = 1 or 2; a step is U tiles of each of W warps.
 
-    x [num_rows, K], bias [bias_size], which counts where it is not empty, out [num_rows, size].
+    x [num_rows, K], bias [bias_size], which counts where it is not empty, out [num_rows, size]. The
+    second half of a block has the outputs 16 · `pairs` after the first.
     `weight` are words and `scales` float32, or bytes of mxfp4, of the same blocks. K is a multiple
     of the columns of U tiles. Words of a step are loaded one step ahead, or, with a RING, copied to
     shared memory RING - 1 steps ahead; what is asked for at first no step writes, so it is asked
@@ -244,7 +85,8 @@ def linear_q_fragments_kernel(
     zeros = head
     if HAS_ZEROS:
         head = head + groups * 16
-    begin = (i_n * NB // 2).to(gl.int64) * (head + tiles * PAIR)
+    i_b = i_n * NB // 2
+    begin = i_b.to(gl.int64) * (head + tiles * PAIR)
     half = i_n * NB % 2
     p_words = weight + begin + head + half * WORDS
     p_tile = p_words + gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(0, LW)), 0)
@@ -255,16 +97,16 @@ def linear_q_fragments_kernel(
         S: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
         ring = gl.allocate_shared_memory(gl.int32, [RING, W, U * NB * WORDS], S)
         for turn in gl.static_range(RING - 1):
-            _copy(ring, turn, p_copy, turn * (W * U), tiles, U, W, LC)
+            copy_step(ring, turn, p_copy, turn * (W * U), tiles, U, W, LC)
     else:
-        words = _loads(p_tile + _warp_words(0, tiles, U, W, LW), U, NB)
+        words = load_words(p_tile + words_of_warps(0, tiles, U, W, LW), U, NB)
     wait_alone(IS_DEPENDENT)
 
     o_m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(2, LX)))
     o_m = gl.expand_dims(gl.expand_dims(o_m, 0), 2)
     o_k = gl.arange(0, SPAN, gl.SliceLayout(0, gl.SliceLayout(1, LX)))
     o_k = gl.expand_dims(gl.expand_dims(o_k, 0), 1)
-    p_x = x + (o_m * K + _warps_of(W, LX) * (U * SPANS * SPAN) + o_k)
+    p_x = x + (o_m * K + warps_of(W, LX) * (U * SPANS * SPAN) + o_k)
     m_row = (o_m < num_rows) & (o_k < K)
     o_r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, A)))
     o_r = gl.expand_dims(gl.expand_dims(o_r, 0), 2)
@@ -280,19 +122,19 @@ def linear_q_fragments_kernel(
             for j in gl.static_range(U * NB):
                 words = words + (ring.index(turn).slice(j * WORDS, WORDS, dim=1).load(LW),)  # noqa: RUF005
             free = gl.where(turn == 0, RING - 1, turn - 1)
-            _copy(ring, free, p_copy, first + (RING - 1) * W * U, tiles, U, W, LC)
-            acc = _multiply(
-                words, acc, p_x, m_row, p_scale, p_zero, first, tiles,
-                KIND, GROUP, HAS_ZEROS, SPANS, W, NB, BM, U, A, LX, LZ,
+            copy_step(ring, free, p_copy, first + (RING - 1) * W * U, tiles, U, W, LC)
+            acc = multiply_step(
+                words, acc, p_x, m_row, None, p_scale, p_zero, first, tiles,
+                KIND, GROUP, HAS_ZEROS, SPANS, W, NB, BM, BM, U, A, LX, LZ,
             )  # fmt: skip
             turn = gl.where(turn == RING - 1, 0, turn + 1)
         async_copy.wait_group(0)
     else:
         for first in range(0, tiles, W * U):
-            ahead = _loads(p_tile + _warp_words(first + W * U, tiles, U, W, LW), U, NB)
-            acc = _multiply(
-                words, acc, p_x, m_row, p_scale, p_zero, first, tiles,
-                KIND, GROUP, HAS_ZEROS, SPANS, W, NB, BM, U, A, LX, LZ,
+            ahead = load_words(p_tile + words_of_warps(first + W * U, tiles, U, W, LW), U, NB)
+            acc = multiply_step(
+                words, acc, p_x, m_row, None, p_scale, p_zero, first, tiles,
+                KIND, GROUP, HAS_ZEROS, SPANS, W, NB, BM, BM, U, A, LX, LZ,
             )  # fmt: skip
             words = ahead
     let_next_start(IS_DEPENDENT)
@@ -301,7 +143,7 @@ def linear_q_fragments_kernel(
         b_out = gl.sum(acc[n], 0)  # [16, BM]
         o_row = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(0, A))), 1)
         o_col = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(0, A))), 0)
-        o_n = (i_n * NB + n) * 16 + o_row
+        o_n = (i_b // pairs * (2 * pairs) + i_b % pairs + (half + n) * pairs) * 16 + o_row
         if GROUP == 0:
             b_out = b_out * gl.load(scales + (begin + half * 16 + n * 16 + o_row))
         b_out = b_out + gl.load(bias + o_n, mask=o_n < bias_size, other=0.0).to(gl.float32)
@@ -309,7 +151,7 @@ def linear_q_fragments_kernel(
         gl.store(out + (o_col * size + o_n), b_out.to(out.dtype.element_ty), mask=m_out)
 
 
-@triton.jit(do_not_specialize=["first", "size", "group"])
+@triton.jit(do_not_specialize=["first", "size", "group", "pairs"])
 def linear_q_fragments_decode_kernel(
     weight,
     scales,
@@ -318,6 +160,7 @@ def linear_q_fragments_decode_kernel(
     first,
     size,
     group,
+    pairs,
     K,
     KIND: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -325,7 +168,7 @@ def linear_q_fragments_decode_kernel(
     """32 columns of the outputs of block `first` + i as floats, in `out` [size, K].
 
     `weight` is the same memory in int16, `zeros` in bfloat16, `scales` as of the product; `group`
-    columns share a scale.
+    columns share a scale. Both halves of a block are 16 · `pairs` rows apart in `out`.
     """
     IS_4_BITS: tl.constexpr = KIND == "int4" or KIND == "mxfp4"
     BITS: tl.constexpr = 4 if IS_4_BITS else 8
@@ -372,7 +215,8 @@ def linear_q_fragments_decode_kernel(
     else:
         b_scale = tl.load(scales + block // 2 + i_group * 32 + o_n)
     b_w = (b_w + b_zero) * b_scale
-    o_out = tl.program_id(0) * 32 + o_n
+    i_b = tl.program_id(0)
+    o_out = (i_b // pairs * (2 * pairs) + i_b % pairs + o_half * pairs) * 16 + o_n % 16
     p_out = out + o_out.to(tl.int64) * K + i_s * 32 + o_k
     tl.store(p_out, b_w.to(out.dtype.element_ty), mask=o_out < size)
 

@@ -18,9 +18,13 @@ def _linear_q_fake(
 
 
 def _linear_q_scratch(limits: PassLimits, input: Operand, out_features: int, **_: object) -> int:
-    """As much of a weight as is decoded at a time, with what comes of it."""
     num_rows, size = input.shape
-    whole = out_features * size * input.itemsize
+    return decoded_bytes(limits, num_rows, size, out_features, input.itemsize)
+
+
+def decoded_bytes(limits: PassLimits, num_rows: int, size: int, outputs: int, itemsize: int) -> int:
+    """As much of a weight [outputs, size] as is decoded at a time, with what comes of it."""
+    whole = outputs * size * itemsize
     if whole <= limits.decoded or not limits.decoded:
         return min(whole, limits.decoded)
     return limits.decoded + num_rows * limits.decoded // size

@@ -5,26 +5,45 @@ With many rows they run the operators that they were made of.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from specc.artifact.weight_layout import BLOCK
 from specc.kernels.operator import (
     NoRule,
     OfHeads,
     OfRows,
     Operand,
     Operator,
+    PassLimits,
     Reads,
     count,
 )
+from specc.kernels.operators.linear_q import decoded_bytes
 from specc.kernels.reference import fused, products
 
 _FUSED = NoRule("fused after the cut")
 
 
-def _inside(rows: int, weight: Operand, is_last: bool) -> int:
-    """Of many rows: what the norm makes of them, and a product before what follows it."""
-    num_out, size = map(int, weight.shape)
-    return int(rows * (size + (0 if is_last else num_out)) * weight.itemsize)
+def _inside(
+    limits: PassLimits, rows: int, x: Operand, weight: Operand, is_last: bool, layout: str = ""
+) -> int:
+    """Of many rows: what the norm makes of them, a product before what follows it, and as much of
+    a weight in blocks as is decoded at a time.
+
+    Args:
+        x: whose last dimension the product contracts.
+        layout: of a weight in blocks.
+    """
+    outputs, size = _outputs(weight, layout), int(x.shape[-1])
+    inside = int(rows * (size + (0 if is_last else outputs)) * x.itemsize)
+    return inside + (decoded_bytes(limits, rows, size, outputs, x.itemsize) if layout else 0)
+
+
+def _outputs(weight: Any, layout: str) -> int:
+    """N of a weight [N, K], or of one in whole blocks."""
+    return int(weight.shape[0]) * (BLOCK if layout else 1)
 
 
 def _rope_write_fake(q: Tensor, *args: object) -> Tensor:
@@ -51,23 +70,26 @@ def _add_norm_linear_fake(
     unit_offset: bool,
     weight: Tensor,
     bias: Tensor | None,
+    layout: str = "",
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(*x.shape[:-1], weight.shape[0]), x.new_empty(x.shape)
+    return x.new_empty(*x.shape[:-1], _outputs(weight, layout)), x.new_empty(x.shape)
 
 
-def _row_flops(x: Operand, weight: Operand, **_: object) -> int:
-    return 2 * count(x.shape) * weight.shape[0]
+def _row_flops(x: Operand, weight: Operand, layout: str = "", **_: object) -> int:
+    return 2 * count(x.shape) * _outputs(weight, layout)
 
 
 ADD_NORM_LINEAR = Operator(
     "add_norm_linear(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
-    " Tensor weight, Tensor? bias) -> (Tensor y, Tensor total)",
+    " Tensor weight, Tensor? bias, str layout='') -> (Tensor y, Tensor total)",
     reference=products.add_norm_linear_reference,
     fake=_add_norm_linear_fake,
     tokens=OfRows(("x", "residual"), parameters=("gamma", "weight", "bias")),
     cut=_FUSED,
     flops=_row_flops,
-    scratch=lambda limits, x, weight, **_: _inside(count(x.shape[:-1]), weight, True),
+    scratch=lambda limits, x, weight, layout="", **_: _inside(
+        limits, count(x.shape[:-1]), x, weight, True, layout
+    ),
     cuda="add_norm_linear:add_norm_linear",
 )
 
@@ -80,27 +102,32 @@ def _add_norm_gate_up_fake(
     unit_offset: bool,
     weight: Tensor,
     activation: str,
+    layout: str = "",
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2), x.new_empty(x.shape)
+    return x.new_empty(*x.shape[:-1], _outputs(weight, layout) // 2), x.new_empty(x.shape)
 
 
 ADD_NORM_GATE_UP = Operator(
     "add_norm_gate_up(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
-    " Tensor weight, str activation) -> (Tensor y, Tensor total)",
+    " Tensor weight, str activation, str layout='') -> (Tensor y, Tensor total)",
     reference=products.add_norm_gate_up_reference,
     fake=_add_norm_gate_up_fake,
     tokens=OfRows(("x", "residual"), parameters=("gamma", "weight")),
     cut=_FUSED,
     flops=_row_flops,
-    scratch=lambda limits, x, weight, **_: _inside(count(x.shape[:-1]), weight, False),
+    scratch=lambda limits, x, weight, layout="", **_: _inside(
+        limits, count(x.shape[:-1]), x, weight, False, layout
+    ),
     cuda="add_norm_gate_up:add_norm_gate_up",
 )
 
 
-def _heads_of(rows: Tensor, weight: Tensor, cos: Tensor, k_cache: Tensor) -> Tensor:
+def _heads_of(
+    rows: Tensor, weight: Tensor, cos: Tensor, k_cache: Tensor, layout: str = ""
+) -> Tensor:
     """Queries [H, Nt, D], of a projection to queries, keys and values."""
     kv_heads, head_dim = k_cache.shape[2:]
-    num_heads = weight.shape[0] // head_dim - 2 * kv_heads
+    num_heads = _outputs(weight, layout) // head_dim - 2 * kv_heads
     return rows.new_empty(cos.shape[0], num_heads, head_dim).transpose(0, 1)
 
 
@@ -115,22 +142,29 @@ def _add_norm_rope_write_fake(
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,
-    *args: object,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+    layout: str = "",
 ) -> tuple[Tensor, Tensor]:
-    return _heads_of(x, weight, cos, k_cache), x.new_empty(x.shape)
+    return _heads_of(x, weight, cos, k_cache, layout), x.new_empty(x.shape)
 
 
 ADD_NORM_ROPE_WRITE = Operator(
     "add_norm_rope_write(Tensor x, Tensor residual, Tensor gamma, float eps, bool unit_offset,"
     " Tensor weight, Tensor? bias, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
-    " Tensor q_start, Tensor slot, Tensor block_table) -> (Tensor q, Tensor total)",
+    " Tensor q_start, Tensor slot, Tensor block_table, str layout='')"
+    " -> (Tensor q, Tensor total)",
     reference=products.add_norm_rope_write_reference,
     fake=_add_norm_rope_write_fake,
     tokens=OfRows(("x", "residual"), ("cos", "sin"), ("gamma", "weight", "bias")),
     cut=_FUSED,
     flops=_row_flops,
-    scratch=lambda limits, x, weight, **_: _inside(count(x.shape[:-1]), weight, False),
-    cuda="add_norm_rope_write:add_norm_rope_write",
+    scratch=lambda limits, x, weight, layout="", **_: _inside(
+        limits, count(x.shape[:-1]), x, weight, False, layout
+    ),
+    cuda="add_norm_rope_fragments:add_norm_rope_write",
 )
 
 
@@ -163,7 +197,9 @@ EMBED_NORM_ROPE_WRITE = Operator(
     ),
     cut=_FUSED,
     flops=lambda tokens, weight, **_: 2 * count(tokens.shape) * count(weight.shape),
-    scratch=lambda limits, tokens, weight, **_: _inside(count(tokens.shape), weight, False),
+    scratch=lambda limits, tokens, embedding, weight, **_: _inside(
+        limits, count(tokens.shape), embedding, weight, False
+    ),
     reads=Reads(rows="embedding"),
     cuda="embed_norm_rope_write:embed_norm_rope_write",
 )
@@ -192,6 +228,8 @@ ADD_NORM_HEAD = Operator(
     flops=lambda x, rows, weight, **_: (
         2 * count(x.shape[:-2]) * count(rows.shape) * count(weight.shape)
     ),
-    scratch=lambda limits, rows, weight, **_: _inside(count(rows.shape), weight, True),
+    scratch=lambda limits, x, rows, weight, **_: _inside(
+        limits, count(rows.shape), x, weight, True
+    ),
     cuda="add_norm_head:add_norm_head",
 )

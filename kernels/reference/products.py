@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.artifact.weight_layout import BLOCK
 from specc.kernels.reference.fused import ACTIVATIONS, gated, rope_write_reference
 
 
@@ -23,6 +24,7 @@ def add_norm_linear_reference(
     unit_offset: bool,
     weight: Tensor,
     bias: Tensor | None,
+    layout: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Add a block's output to the residual stream, normalize the sum, and multiply.
 
@@ -32,11 +34,13 @@ def add_norm_linear_reference(
         gamma: [K] of the norm.
         eps: added to the mean square.
         unit_offset: the factor of the norm is 1 + gamma.
-        weight: [N, K].
+        weight: [N, K]; or uint8 [blocks, bytes] with N = 32 · blocks outputs.
         bias: [N] or None.
+        layout: name of the layout of a weight in blocks, see `specc.artifact.quantized_layout`.
     Returns:
         [..., N] and the sum [..., K], both in the dtype of x and contiguous.
     """
+    weight = _floats(weight, x.shape[-1], layout)
     y, total = _add_norm_linear(x, residual, gamma, eps, unit_offset, weight, bias)
     return y.to(x.dtype), total
 
@@ -49,6 +53,7 @@ def add_norm_gate_up_reference(
     unit_offset: bool,
     weight: Tensor,
     activation: str,
+    layout: str = "",
 ) -> tuple[Tensor, Tensor]:
     """The first half of a feed-forward layer: `add_norm_linear`, then `act_and_mul`.
 
@@ -59,9 +64,12 @@ def add_norm_gate_up_reference(
         eps: of the norm.
         weight: [2 I, K]; the first I rows are the gate's.
         activation: `silu`, `gelu`, `gelu_tanh` or `relu`.
+        layout: as of `add_norm_linear_reference`; a gate's outputs and those that it multiplies
+            share blocks.
     Returns:
         [..., I] and the sum [..., K].
     """
+    weight = _floats(weight, x.shape[-1], layout)
     y, total = _add_norm_linear(x, residual, gamma, eps, unit_offset, weight, None)
     gate, up = y.chunk(2, dim=-1)
     return (ACTIVATIONS[activation](gate) * up).to(x.dtype), total
@@ -82,6 +90,7 @@ def add_norm_rope_write_reference(
     q_start: Tensor,
     slot: Tensor,
     block_table: Tensor,
+    layout: str = "",
 ) -> tuple[Tensor, Tensor]:
     """A layer up to its attention: `add_norm_linear` of q, k and v, then `rope_write`.
 
@@ -99,9 +108,11 @@ def add_norm_rope_write_reference(
         q_start: [B + 1] int32.
         slot: [Nt] int32.
         block_table: [B, n] int32.
+        layout: as of `add_norm_linear_reference`; both halves of a head share blocks.
     Returns:
         [H, Nt, D] rotated queries, laid out as [Nt, H, D], and the sum like x.
     """
+    weight = _floats(weight, x.shape[-1], layout)
     y, total = _add_norm_linear(x, residual, gamma, eps, unit_offset, weight, bias)
     places = (k_cache, v_cache, q_start, slot, block_table)
     return _rope_write(y, x.dtype, cos, sin, *places), total
@@ -218,6 +229,14 @@ def _rope_write(
     q, k, v = heads.split([heads.shape[0] - 2 * kv_heads, kv_heads, kv_heads])
     args = (cos.float(), sin.float(), k_cache, v_cache, q_start, slot, block_table)
     return rope_write_reference(q, k, v.to(dtype), *args).to(dtype)
+
+
+def _floats(weight: Tensor, columns: int, layout: str) -> Tensor:
+    """A weight [N, K] of whole blocks in float32, where it is in some."""
+    if not layout:
+        return weight
+    shape = BLOCK * weight.shape[0], columns
+    return dequantize(weight, shape, QuantizedLayout.named(layout))
 
 
 def _add_norm_linear(

@@ -7,7 +7,9 @@ import operator
 import torch
 from torch import Tensor, fx
 
+from specc.artifact.fragments import HALF
 from specc.artifact.kv_rows import holds_codes
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels import ops
 from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.program import Program, bind_args, emit_call, replace
@@ -15,6 +17,7 @@ from specc.passes.rewrite.columns import only_user
 from specc.passes.rewrite.fuse_rope_write import attention_reads_caches
 
 aten = torch.ops.aten
+_RESHAPES = (aten.reshape.default, aten.view.default)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # between a projection and the heads of q, k and v
 _VIEWS = (
@@ -32,7 +35,8 @@ class FuseAddNorm(Pass):
 
     With `rope_write` after it `specc.add_norm_rope_write`, with `act_and_mul` after it
     `specc.add_norm_gate_up`, else `specc.add_norm_linear`. On a device each of them is one kernel
-    for few rows, and the operators that it replaces for many.
+    for few rows, and the operators that it replaces for many. A weight may be quantized, if it is
+    in fragments (`specc.artifact.fragments`).
     """
 
     requires = (attention_reads_caches,)
@@ -50,14 +54,19 @@ class FuseAddNorm(Pass):
 def _fuse(program: Program, norm: fx.Node) -> None:
     outputs = {user.args[1]: user for user in norm.users}
     normed, total = outputs.get(0), outputs.get(1)
-    linear = None if normed is None else only_user(normed)
-    if linear is None or linear.target is not aten.linear.default or linear.args[0] is not normed:
+    linear = None if normed is None else _linear_after(normed)
+    if linear is None:
         raise NoMatch("the norm is not read by one linear layer alone")
     weight, bias = linear.args[1], linear.args[2] if len(linear.args) > 2 else None
     dtype = norm.args[0].meta["val"].dtype
-    require_parameters(program, dtype, norm.args[2], weight, bias)
+    layout = None
+    if linear.target is ops.linear_q:
+        layout = _layout_of(program, linear)
+        require_parameters(program, dtype, norm.args[2], None, bias)
+    else:
+        require_parameters(program, dtype, norm.args[2], weight, bias)
     operands = (*norm.args, *(() if len(norm.args) > 4 else (False,)), weight)
-    last, target, more = _after(linear, bias)
+    last, target, more = _after(linear, bias) if layout is None else _after_rows(linear, layout)
     if total is not None and any(user < last for user in total.users):
         raise NoMatch("the sum is read before the product is done")
     graph = program.graph
@@ -69,6 +78,66 @@ def _fuse(program: Program, norm: fx.Node) -> None:
     replace(last, found)
     if total is not None:
         replace(total, stream)
+
+
+def _linear_after(normed: fx.Node) -> fx.Node | None:
+    """The product that alone reads a norm, of a quantized weight through flattened rows."""
+    user = only_user(normed)
+    if user is None or user.args[0] is not normed:
+        return None
+    if user.target is aten.linear.default:
+        return user
+    linear = only_user(user) if user is in_shape(normed) else None
+    if linear is None or linear.target is not ops.linear_q or linear.args[0] is not user:
+        return None
+    return linear
+
+
+def _layout_of(program: Program, linear: fx.Node) -> QuantizedLayout:
+    """How the weight of a quantized product lies, if there is a kernel with a norm for it."""
+    layout = program.weights[linear.args[1].target].quantized  # type: ignore[union-attr]
+    assert layout is not None
+    if not layout.is_fragments or linear.args[3] % layout.rows_together:  # type: ignore[operator]
+        raise NoMatch(f"no kernel with a norm for {linear.args[3]} outputs in {layout.name}")
+    return layout
+
+
+def in_shape(node: fx.Node) -> fx.Node:
+    """A value of rows in the shape in which it is read."""
+    user = only_user(node)
+    if user is None or user.target not in _RESHAPES:
+        return node
+    return user if user.meta["val"].shape[-1] == node.meta["val"].shape[-1] else node
+
+
+def distance_after(linear: fx.Node) -> int | None:
+    """Between two outputs of a product that what follows it reads together; None where it does not.
+
+    Args:
+        linear: or the result of a product of flattened rows in its shape.
+    """
+    user = only_user(linear)
+    if user is not None and user.target is ops.act_and_mul:
+        return int(linear.meta["val"].shape[-1]) // 2
+    rope = rope_after(linear)
+    return None if rope is None else int(bind_args(rope)["q"].meta["val"].shape[-1]) // 2
+
+
+def _after_rows(
+    linear: fx.Node, layout: QuantizedLayout
+) -> tuple[fx.Node, torch._ops.OpOverload, tuple]:
+    """As `_after`, of a product of flattened rows, by a weight whose blocks say what may follow."""
+    rows, shaped, bias = linear.args[0].args[0], in_shape(linear), linear.args[2]  # type: ignore[union-attr]
+    leading = [str(list(x.meta["val"].shape[:-1])) for x in (rows, shaped)]  # type: ignore[union-attr]
+    if leading[0] != leading[1]:
+        raise NoMatch(f"the product is read as {leading[1]}, its rows are {leading[0]}")
+    last, target, more = _after(shaped, bias)  # type: ignore[arg-type]
+    apart = HALF if target is ops.add_norm_linear else distance_after(shaped)
+    if layout.distance != apart:
+        if layout.distance != HALF:
+            raise NoMatch(f"what follows reads other outputs together than {layout.name} has")
+        last, target, more = shaped, ops.add_norm_linear, (bias,)
+    return last, target, (*more, layout.name)
 
 
 def _after(linear: fx.Node, bias: fx.Node | None) -> tuple[fx.Node, torch._ops.OpOverload, tuple]:
@@ -148,17 +217,21 @@ def require_parameters(
     program: Program,
     dtype: torch.dtype,
     gamma: fx.Node,
-    weight: fx.Node,
+    weight: fx.Node | None,
     bias: fx.Node | None,
 ) -> None:
-    """Raises NoMatch: a product of another dtype than x, or of what is no parameter."""
+    """Raises NoMatch: a product of another dtype than x, or of what is no parameter.
+
+    Args:
+        weight: None of one that is quantized.
+    """
     if gamma.target not in program.weights:
         raise NoMatch(f"{gamma.name} is computed, not a parameter")
     require_linear(program, dtype, weight, bias)
 
 
 def require_linear(
-    program: Program, dtype: torch.dtype, weight: fx.Node, bias: fx.Node | None
+    program: Program, dtype: torch.dtype, weight: fx.Node | None, bias: fx.Node | None
 ) -> None:
     """As `require_parameters`, of a product without a norm."""
     if dtype not in _DTYPES:

@@ -20,6 +20,12 @@ of columns both halves of the block. Zero points, which int4 alone has, are what
 bfloat16, to what a level becomes first: -(128 + z) to 128 + u; of a group and half of the block,
 rows g and g + 8 side by side.
 
+The second half of a block has the 16 outputs after those of the first, or those a *distance* on:
+what is computed of two outputs together then lies in one block, of a gate and what it multiplies,
+or of both halves of a head that is rotated. With P = distance / 16, block b has
+
+    outputs b // P · 2 · distance + b % P · 16 … + 15, and these + distance.
+
 Source: Marlin, arXiv:2408.11743 §3.4, for weights in the order of fragments.
 """
 
@@ -31,6 +37,8 @@ import torch
 from torch import Tensor
 
 OUTPUTS, SPAN = 32, 32
+# of a half of a block, and between both halves where nothing else is said
+HALF = 16
 # kind → of each level of a half of a word, where its bits are, from the lowest on
 _BITS = {
     "int4": tuple(tuple(range(4 * i, 4 * i + 4)) for i in range(4)),
@@ -49,7 +57,23 @@ def step_columns(bits: int) -> int:
     return 1024 // bits
 
 
-def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, kind: str) -> Tensor:
+def as_stored(rows: Tensor, distance: int) -> Tensor:
+    """Rows of outputs [N, …] in the order of blocks; N is a multiple of twice the distance."""
+    if distance == HALF:
+        return rows
+    return rows.unflatten(0, (-1, 2, distance // HALF, HALF)).transpose(1, 2).reshape(rows.shape)
+
+
+def of_stored(rows: Tensor, distance: int) -> Tensor:
+    """What `as_stored` was given."""
+    if distance == HALF:
+        return rows
+    return rows.unflatten(0, (-1, distance // HALF, 2, HALF)).transpose(1, 2).reshape(rows.shape)
+
+
+def pack(
+    levels: Tensor, scales: Tensor, zeros: Tensor | None, kind: str, distance: int = HALF
+) -> Tensor:
     """Put a quantized weight into such blocks.
 
     Args:
@@ -57,14 +81,20 @@ def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, kind: str) -> Ten
         scales: [blocks · 32, G] float32; of mxfp4 powers of two, whose exponents are stored.
         zeros: [blocks · 32, G] integers, or None.
         kind: `int4`, `int8`, `fp8` or `mxfp4`.
+        distance: of the halves of a block.
     Returns:
         uint8 [blocks, bytes of a block].
     Raises:
-        ValueError: K is no multiple of a step's columns.
+        ValueError: K is no multiple of a step's columns, or N none of twice the distance.
     """
     if levels.shape[1] % step_columns(_BITS_OF[kind]):
         raise ValueError(f"no fragments of {levels.shape[1]} columns of {kind}")
     blocks = len(levels) // OUTPUTS
+    if distance != HALF:
+        if len(levels) % (2 * distance):
+            raise ValueError(f"no pairs {distance} apart of {len(levels)} outputs")
+        levels, scales = as_stored(levels, distance), as_stored(scales, distance)
+        zeros = None if zeros is None else as_stored(zeros, distance)
     scales = scales.contiguous()
     if kind == "mxfp4":
         scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
@@ -76,7 +106,7 @@ def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, kind: str) -> Ten
 
 
 def unpack(
-    stored: Tensor, columns: int, groups: int, kind: str, has_zeros: bool
+    stored: Tensor, columns: int, groups: int, kind: str, has_zeros: bool, distance: int = HALF
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What `pack` was given: levels, scales and zero points.
 
@@ -85,6 +115,7 @@ def unpack(
         columns: K.
         groups: G.
         kind: `int4`, `int8`, `fp8` or `mxfp4`.
+        distance: of the halves of a block.
     """
     blocks = len(stored)
     is_mx = kind == "mxfp4"
@@ -97,8 +128,8 @@ def unpack(
     else:
         scales = head.contiguous().view(torch.float32)
     scales = scales.view(blocks, -1, OUTPUTS).transpose(1, 2).reshape(blocks * OUTPUTS, -1)
-    levels = _unpack_levels(words, kind)
-    return levels, scales, _unpack_zeros(zeros) if has_zeros else None
+    levels, scales = (of_stored(x, distance) for x in (_unpack_levels(words, kind), scales))
+    return levels, scales, of_stored(_unpack_zeros(zeros), distance) if has_zeros else None
 
 
 def _pack_levels(levels: Tensor, kind: str) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from specc.artifact.graph_operators import is_known
-from specc.artifact.quantized_layout import FRAGMENTS, QuantizedLayout
+from specc.artifact.quantized_layout import QuantizedLayout, is_order
 
 # of a graph: the largest models have some thousand nodes
 MOST_NODES = 1 << 16
@@ -212,7 +212,7 @@ class _Checks:
         if kind == "bool":
             return type(value) is bool
         if kind == "str":
-            return type(value) is str and (value in (*_WORDS, FRAGMENTS) or _is_layout(value))
+            return type(value) is str and (value in _WORDS or is_order(value) or _is_layout(value))
         if kind == "ScalarType":
             return value in _DTYPES
         if kind == "Layout":

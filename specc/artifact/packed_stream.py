@@ -20,26 +20,29 @@ def packed_stream(
     """The bytes of matrices [outputs, K] in blocks, one matrix after the other.
 
     Args:
-        items: their rows in order, cut anywhere; not more of them is kept than of a block.
+        items: their rows in order, cut anywhere; not more of them is kept than is stored together.
         layout: of all of them, and of the result.
         outputs: rows of a matrix, whose last block may have fewer than 32.
     """
-    waiting, place = zero_rows(0, 0, layout), 0
+    unit, place = layout.rows_together, 0
+    waiting: list[Integers] = []
     for item in items:
-        waiting = Integers.joined([waiting, item]) if len(waiting.levels) else item
-        while taken := _whole_rows(len(waiting.levels), outputs - place, outputs):
-            yield _packed(waiting.rows(0, taken), layout)
-            waiting = waiting.rows(taken, len(waiting.levels))
+        waiting.append(item)
+        count = sum(len(part.levels) for part in waiting)
+        while taken := _whole_rows(count, outputs - place, outputs, unit):
+            joined = waiting[0] if len(waiting) == 1 else Integers.joined(waiting)
+            yield _packed(joined.rows(0, taken), layout)
+            waiting, count = [joined.rows(taken, count)], count - taken
             place = (place + taken) % outputs
-    if len(waiting.levels):
-        yield _packed(waiting, layout)
+    if any(len(part.levels) for part in waiting):
+        yield _packed(Integers.joined(waiting), layout)
 
 
-def _whole_rows(count: int, left: int, outputs: int) -> int:
-    """How many of `count` rows are whole blocks, where a matrix has `left` of its `outputs`."""
-    if outputs % BLOCK and count >= left:
+def _whole_rows(count: int, left: int, outputs: int, unit: int) -> int:
+    """How many of `count` rows are whole units, where a matrix has `left` of its `outputs`."""
+    if outputs % unit and count >= left:
         return left
-    return count // BLOCK * BLOCK
+    return count // unit * unit
 
 
 def zero_rows(rows: int, columns: int, layout: QuantizedLayout) -> Integers:

@@ -23,7 +23,8 @@ The last group, and its last unit, may have fewer columns. What blocks have beyo
 
 For GPUs a block may have the same parts in another order, *fragments*: all scales, all zero points,
 and levels as tensor cores take them (`fragments.py`). K is a multiple of 256 columns of 4 bits, of
-128 of 8 bits, and a block has as many bytes.
+128 of 8 bits, and a block has as many bytes. The name of a layout says which outputs a block has,
+where they do not follow each other: `int4-g128-fragments-14336`.
 Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) 1.0, §5.
 """
 
@@ -40,6 +41,7 @@ from torch import Tensor
 
 from specc.artifact import fragments
 from specc.artifact.block_formats import FORMATS, BlockFormat
+from specc.artifact.fragments import HALF
 from specc.artifact.weight_layout import BLOCK
 
 GROUPS = (32, 64, 128)
@@ -53,6 +55,7 @@ FP8_MOST, FP4_MOST = 448.0, 6.0
 _MX_COLUMNS = 128
 _NAMES = {(8, False): "int8", (4, False): "int4", (8, True): "fp8", (4, True): "mxfp4"}
 _NAME = re.compile(r"(int8|int4|fp8)(?:-g(\d+))?(-zeros)?|mxfp4")
+_ORDER = re.compile(rf"{FRAGMENTS}(?:-([1-9]\d{{1,8}}))?")
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -66,7 +69,8 @@ class QuantizedLayout:
         has_zeros: each group has its own zero point (integers).
         is_float: levels are e4m3 (8 bits) or e2m1 with e8m0 scales (4 bits, groups of 32).
         format: of ggml's blocks, which bits and group are those of; empty for a layout of specc, or
-            `FRAGMENTS` for the same in that order.
+            `FRAGMENTS` for the same in that order, with `-` and the distance of the halves of its
+            blocks where that is not 16.
     Raises:
         ValueError: a combination that no kernel reads.
     """
@@ -78,7 +82,10 @@ class QuantizedLayout:
     format: str = ""
 
     def __post_init__(self) -> None:
-        if self.format not in ("", FRAGMENTS):
+        order = _ORDER.fullmatch(self.format)
+        if order is not None and order[1] and (int(order[1]) % 16 or order[1] == "16"):
+            raise ValueError(f"no pairs of outputs {order[1]} apart")
+        if self.format and order is None:
             own = FORMATS.get(self.format)
             wanted = None if own is None else (own.bits, own.group, False, False)
             if wanted != (self.bits, self.group, self.has_zeros, self.is_float):
@@ -97,9 +104,9 @@ class QuantizedLayout:
         """The layout of this `name`."""
         if name in FORMATS:
             return cls(FORMATS[name].bits, FORMATS[name].group, format=name)
-        plain = name.removesuffix(f"-{FRAGMENTS}")
+        plain, _, order = name.partition(f"-{FRAGMENTS}")
         if plain != name:
-            return cls.named(plain).as_fragments
+            return replace(cls.named(plain), format=FRAGMENTS + order)
         found = _NAME.fullmatch(name)
         if found is None:
             raise ValueError(f"no layout of weights is called {name}")
@@ -110,7 +117,7 @@ class QuantizedLayout:
 
     @property
     def name(self) -> str:
-        """`int8`, `int8-g32`, `int4-g64-zeros`, `fp8-g128`, `mxfp4`, `int4-g32-fragments`, …"""
+        """`int8-g32`, `int4-g64-zeros`, `fp8`, `mxfp4`, `int4-g32-fragments`, `…-64`, `q4_k`, …"""
         if self.kind == GGML:
             return self.format
         group = f"-g{self.group}" if self.group and self.kind != "mxfp4" else ""
@@ -130,12 +137,32 @@ class QuantizedLayout:
 
     @property
     def is_fragments(self) -> bool:
-        return self.format == FRAGMENTS
+        return self.format.startswith(FRAGMENTS)
 
     @property
     def as_fragments(self) -> QuantizedLayout:
-        """The same in the order of fragments."""
+        """The same in the order of fragments, blocks of outputs that follow each other."""
         return replace(self, format=FRAGMENTS)
+
+    def paired(self, distance: int) -> QuantizedLayout:
+        """Fragments with outputs so far apart in the halves of a block."""
+        return replace(self, format=f"{FRAGMENTS}-{distance}") if distance != HALF else self
+
+    @property
+    def distance(self) -> int:
+        """Of both halves of a block, in outputs."""
+        order = _ORDER.fullmatch(self.format)
+        return int(order[1]) if order is not None and order[1] else HALF
+
+    @property
+    def unpaired(self) -> QuantizedLayout:
+        """Fragments of outputs that follow each other, where it is fragments."""
+        return self.as_fragments if self.is_fragments else self
+
+    @property
+    def rows_together(self) -> int:
+        """Outputs that are stored together: those of a block, or of all blocks that share some."""
+        return max(BLOCK, 2 * self.distance)
 
     @property
     def as_blocks(self) -> QuantizedLayout:
@@ -234,6 +261,11 @@ class QuantizedLayout:
         return torch.cat([E2M1, -E2M1])[levels.long()]
 
 
+def is_order(text: str) -> bool:
+    """Whether a layout may have this `format`, and be of specc."""
+    return _ORDER.fullmatch(text) is not None
+
+
 def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: QuantizedLayout) -> Tensor:
     """Put a quantized weight into blocks.
 
@@ -257,7 +289,7 @@ def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: Quantized
     levels, scales = _more_rows(levels, more), _more_rows(scales.float(), more)
     zeros = None if zeros is None else _more_rows(zeros, more)
     if layout.is_fragments:
-        return fragments.pack(levels, scales, zeros, layout.kind)
+        return fragments.pack(levels, scales, zeros, layout.kind, layout.distance)
     out = torch.empty(blocks, block_bytes, dtype=torch.uint8)
     width, place = layout.header_columns or columns, 0
     per_header, units = layout.num_groups(width), _units(levels, layout)
@@ -293,7 +325,8 @@ def unpack(
         return codes[:outputs], headers[:outputs], headers.new_empty(0, dtype=torch.int16)
     if layout.is_fragments:
         groups = layout.num_groups(columns)
-        item = fragments.unpack(stored, columns, groups, layout.kind, layout.has_zeros)
+        order = layout.kind, layout.has_zeros, layout.distance
+        item = fragments.unpack(stored, columns, groups, *order)
         middle = torch.full(item[1].shape, layout.middle, dtype=torch.int16)
         points = middle if item[2] is None else item[2]
         return item[0][:outputs], item[1][:outputs], points[:outputs]
@@ -347,7 +380,7 @@ def check_stored(stored: Tensor, columns: int, layout: QuantizedLayout) -> None:
     Raises:
         ValueError: scales or levels that are not finite, or zero points that no kernel takes.
     """
-    levels, scales, zeros = unpack(stored, (len(stored) * BLOCK, columns), layout)
+    levels, scales, zeros = unpack(stored, (len(stored) * BLOCK, columns), layout.unpaired)
     if layout.blocks is None:
         _check_parts(levels, scales, zeros if layout.has_zeros else None, layout)
         numbers = scales

@@ -237,7 +237,7 @@ def describe_quantization(model: CompiledModel, asked: str | None) -> ModelEntry
     counts: Counter[str] = Counter()
     for weight in model.program.weights.values():
         if weight.quantized is not None:
-            counts[weight.quantized.name] += math.prod(weight.shape)
+            counts[weight.quantized.unpaired.name] += math.prod(weight.shape)
     names = [name for name, _ in counts.most_common()]
     scheme = model.source.scheme
     # where nothing was asked for, weights that a head shares with its target are as they are there

@@ -106,14 +106,16 @@ class RankIntegers(DecodedWeight):
         outputs, width = (local_size(self._cut(dim)) for dim in (-2, -1))
         last = rows.local + rows.stop - rows.start
         base = matrix * -(-outputs // BLOCK)
-        blocks = rows.local // BLOCK, -(-last // BLOCK)
+        unit = self.held.rows_together
+        first, stop = rows.local // unit * unit, -(-last // unit) * unit
+        blocks = first // BLOCK, stop // BLOCK
         chunks = file.read_chunks(self.name, rows=(base + blocks[0], base + blocks[1]))
         data = bytearray().join(bytes(chunk) for chunk in chunks)
         count = blocks[1] - blocks[0]
         stored = torch.frombuffer(data, dtype=torch.uint8).view(count, -1)
         levels, scales, zeros = unpack(stored, (count * BLOCK, width), self.held)
         found = Integers(levels, scales, zeros if self.held.has_zeros else None)
-        own = found.rows(rows.local - blocks[0] * BLOCK, last - blocks[0] * BLOCK)
+        own = found.rows(rows.local - first, last - first)
         asked = columns.local, columns.local + columns.stop - columns.start
         return own.columns((asked,), self.held.apart)
 

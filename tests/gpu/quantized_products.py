@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack
-from specc.kernels.cuda import linear_q, linear_q_fragments
+from specc.kernels.cuda import add_norm_linear, linear_q, linear_q_fragments
 from specc.kernels.cuda.few_rows import forced
-from specc.kernels.cuda.few_rows_tiles import FRAGMENTS, Tile, quantized_tiles
+from specc.kernels.cuda.few_rows_tiles import FRAGMENTS, NORMED_LAYOUTS, Tile, quantized_tiles
 
 FIRST = "int4-g128"
 KINDS = (FIRST, "int8", "fp8", "mxfp4", "int4-g32")
@@ -23,6 +23,9 @@ SHAPES = {
     "8b down": (4096, 14336), "1b qkv": (3072, 2048), "1b o": (2048, 2048),
     "1b gate_up": (16384, 2048), "1b down": (2048, 8192),
 }  # fmt: skip
+# of those that are compared with a norm in front, and columns that its kernel takes
+NORMED_ROWS, NORMED_MOST = (1, 6), 6144
+EPS = 1e-5
 # outputs that differ; a weight repeats them
 OUTPUTS = 256
 # of shared memory of a program, with room for what is not the ring
@@ -59,6 +62,11 @@ def compile_candidate(kind: str, rows: int, number: int) -> None:
     x = torch.zeros(rows, 2048, dtype=DTYPE, device=device)
     weight.multiply(x, candidates(kind, rows)[number])
     torch.cuda.synchronize()
+
+
+def has_norm(kind: str, shape: tuple[int, int]) -> bool:
+    """Whether a product has a kernel with a norm in front."""
+    return f"{kind}-fragments" in NORMED_LAYOUTS and shape[1] <= NORMED_MOST
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,18 @@ class Weight:
     def bytes_of(cls, kind: str, shape: tuple[int, int]) -> int:
         blocks = QuantizedLayout.named(kind).stored_shape(shape)
         return blocks[0] * blocks[1]
+
+    def normed(self, x: Tensor, residual: Tensor, gamma: Tensor) -> Tensor:
+        """By fragments with a norm in front, a row or eight in one launch."""
+        layout = self.layout.as_fragments
+        operands = x, residual, gamma, EPS, False, self.fragments[0], None
+        return add_norm_linear.add_norm_linear(*operands, layout.name)[0]
+
+    def normed_values(self, x: Tensor, residual: Tensor, gamma: Tensor) -> Tensor:
+        """The same by decoded weights, in float32 but for the sum."""
+        wide = (x + residual).float()
+        wide = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * gamma.float()
+        return (wide @ self.values.T).repeat(1, self.shape[0] // OUTPUTS).to(DTYPE)
 
     def multiply(self, x: Tensor, tile: Tile | int | None, copy: int = 0) -> Tensor:
         """By fragments with this tile; by an older form for its number; None is decoded weights."""

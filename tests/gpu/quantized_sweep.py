@@ -34,11 +34,13 @@ from tests.gpu.quantized_products import (
     DTYPE,
     FIRST,
     KINDS,
+    NORMED_ROWS,
     OUTPUTS,
     SHAPES,
     Weight,
     candidates,
     compile_candidate,
+    has_norm,
     name_of,
 )
 from tests.gpu.results import Device, Results
@@ -48,7 +50,8 @@ CHECKED = ("8b o", "8b down")
 # bytes of the copies of a weight, at least: several times a cache of 60 MB
 LEAST_BYTES = 240 << 20
 LEAST_CALLS = 16
-MOST_OFF = 8e-3
+# where a norm is rounded before a product, or is not
+MOST_OFF = {True: 1.2e-2, False: 8e-3}
 REPLAYS = 50
 HOPELESS = 1.3
 # microseconds of "8b down", one row, at which int4 is where it should be, and the share of the
@@ -57,6 +60,7 @@ AIM_US, FIRST_SHARE = 12.0, 0.45
 # seconds of compiling beforehand, at most
 COMPILE_S = 25.0
 LAYERS = 8
+NORMED = "norm in front"
 # candidates of a product, at most
 MOST: int | None = None
 
@@ -143,9 +147,29 @@ class QuantizedSweep(Sweep):
                 "repeats": self.graphs.same(again, found),
                 "row is the same alone": self.graphs.same([found[:1]], first),
             })  # fmt: skip
-        is_right = all(item["off"] <= MOST_OFF and item["repeats"] for item in items)
+        if has_norm(kind, SHAPES[shape]):
+            items += self._check_normed(weight, x)
+        is_right = all(
+            item["off"] <= MOST_OFF[item["tile"] == NORMED] and item["repeats"] for item in items
+        )
         right.append(is_right)
         return {"is_right": is_right, "cases": items}
+
+    def _check_normed(self, weight: Weight, x: Tensor) -> list[dict[str, Any]]:
+        items, alone = [], None
+        gamma = x[0] + 1
+        for rows in NORMED_ROWS:
+            operands = x[:rows], x[:rows].roll(1, 1), gamma
+            found = weight.normed(*operands)
+            again = [weight.normed(*operands) for _ in range(REPLAYS)]
+            alone = found[:1] if alone is None else alone
+            items.append({
+                "rows": rows, "tile": NORMED,
+                "off": self.graphs.off([found], [weight.normed_values(*operands)]),
+                "repeats": self.graphs.same(again, found),
+                "row is the same alone": self.graphs.same([found[:1]], alone),
+            })  # fmt: skip
+        return items
 
     def compile(self, kinds: Sequence[str]) -> dict[str, float]:
         """What the sweep launches, in as many processes as there are cores."""

@@ -48,9 +48,12 @@ SANITIZED = (
 # of command E: what no GPU has run, or not since it changed
 NEW_KERNELS = (
     "attend", "attend_few", "attend_latent", "attend_wide", "experts", "linear_q",
-    "linear_q_fragments",
+    "linear_q_fragments", "add_norm_fragments", "add_norm_rope_fragments",
 )  # fmt: skip
-NEW_SANITIZED = ("attend_few", "attend_latent", "experts", "linear_q", "linear_q_fragments")
+NEW_SANITIZED = (
+    "attend_few", "attend_latent", "experts", "linear_q", "linear_q_fragments",
+    "add_norm_fragments", "add_norm_rope_fragments",
+)  # fmt: skip
 # steps of commands D and E
 DENSE = (
     "8b-1b", "8b-1b int4", "8b-1b int4 fragments", "8b-1b int4 draft", "8b-1b int8 fragments",

@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specc.kernels.cuda import linear_q_fragments, linear_q_unpack
+from specc.kernels.cuda import (
+    add_norm_fragments,
+    add_norm_fragments_kernels,
+    linear_q_fragments,
+)
 from specc.kernels.cuda import linear_q_fragments_kernels as kernels
 from tests.gpu import quantized_products, quantized_sweep
 from tests.gpu.graph_timer import Graphs, NoGraphs
@@ -17,7 +21,7 @@ from tests.gpu.quantized_products import KINDS, SHAPES, SHARED_BYTES, candidates
 from tests.gpu.quantized_sweep import QuantizedSweep
 from tests.gpu.results import Results
 from tests.gpu.test_sweep_tiles import DEVICE, values
-from tests.kernels.cuda.gluon_emulator import Launcher, emulated
+from tests.kernels.cuda.emulated_fragments import launcher
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +37,12 @@ def test_every_path(tmp_path: Path) -> None:
     assert {"copy 2 GB", "L2", "us of a launch"} <= found.pop("device").keys()
     checks = [name for name in found if name.endswith("is right")]
     assert len(checks) == len(KINDS) * len(quantized_sweep.CHECKED)
-    assert all(len(found.pop(name)["cases"]) == 4 for name in checks)
+    # of those with few columns also with a norm in front
+    counts = {name: len(found.pop(name)["cases"]) for name in checks}
+    assert set(counts.values()) == {4, 6}
+    assert {name for name in counts if counts[name] == 6} == {
+        f"{kind} 8b o is right" for kind in ("int4-g128", "int8", "fp8")
+    }
     items = [*found.values()]
     assert not [item for item in items if "error" in item]
     layers = [item for item in items if item["shape"].startswith("layer")]
@@ -43,7 +52,7 @@ def test_every_path(tmp_path: Path) -> None:
     names = {f"{kind} {shape}" for kind in (*KINDS, "bfloat16") for shape in SHAPES}
     assert {item["shape"] for item in products} == names
     forms = {item["candidate"].split("-")[0] for item in products}
-    assert forms == {"library", "dot", "slices", "vector", "fragments"}
+    assert forms == {"library", "dot", "fragments"}
     assert {item["is_dependent"] for item in products} == {True, False}
 
 
@@ -75,9 +84,11 @@ def emulated_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quantized
     for module in (quantized_sweep, quantized_products):
         monkeypatch.setattr(module, "SHAPES", shapes)
         monkeypatch.setattr(module, "OUTPUTS", 32)
-    copy = emulated(kernels, linear_q_unpack)
-    launcher = Launcher(copy.linear_q_fragments_kernel, ("launch_pdl",))
-    monkeypatch.setattr(linear_q_fragments, "linear_q_fragments_kernel", launcher)
+    for launches, module, name in (
+        (linear_q_fragments, kernels, "linear_q_fragments_kernel"),
+        (add_norm_fragments, add_norm_fragments_kernels, "add_norm_fragments_kernel"),
+    ):
+        monkeypatch.setattr(launches, name, launcher(module, name))
     sweep = QuantizedSweep(Results(tmp_path / "events"), DEVICE, 600.0, (1, 6, 16))
     sweep.graphs = Computing()
     return sweep
@@ -95,6 +106,16 @@ def multiplied_by(change: Any) -> Any:
         return change(multiply(x, *given))
 
     return changed
+
+
+def test_a_wrong_norm_is_seen(emulated_sweep: QuantizedSweep, monkeypatch: Any) -> None:
+    right = quantized_products.Weight.normed
+
+    def changed(self: Any, x: Tensor, residual: Tensor, gamma: Tensor) -> Tensor:
+        return right(self, x, x, gamma)
+
+    monkeypatch.setattr(quantized_products.Weight, "normed", changed)
+    assert not emulated_sweep.is_right("int4-g128")
 
 
 def other_each_time(out: Tensor, calls: list[None] = []) -> Tensor:  # noqa: B006
@@ -118,7 +139,7 @@ def test_other_layouts_get_the_best_tiles_where_int4_is_at_its_aim(
     tile = candidates("int4-g128", 1)[4]
     item = {"shape": "int4-g128 8b down", "rows": 1, "is_dependent": False}
     sweep.found = [
-        item | {"candidate": "vector-2", "us": 1.0},
+        item | {"candidate": "dot-1", "us": 1.0},
         item | {"candidate": name_of(candidates("int4-g128", 1)[5]), "us": 12.5},
     ]
     assert not sweep.is_at_aim()

@@ -7,6 +7,8 @@ import random
 import torch
 from torch import Tensor
 
+from specc.artifact.quantized_layout import QuantizedLayout
+from specc.artifact.rounding import quantize
 from specc.kernels.reference.latent import PAIRS
 from specc.kernels.reference.routing import SCORES
 from tests.kernels.cpu.call_parts import Arguments, Builder, i32, random_tokens
@@ -79,8 +81,25 @@ def _add_norm_linear(rng: random.Random) -> Arguments:
     return made | {"bias": _bias(rng, made["weight"])}
 
 
+def _in_fragments(made: Arguments, name: str, num_out: int) -> Arguments:
+    """With a weight in this layout, and as many columns as it needs."""
+    dtype, layout = made["x"].dtype, QuantizedLayout.named(name)
+    for key in ("x", "residual"):
+        made[key] = torch.randn(*made[key].shape[:-1], 256).to(dtype)
+    weight = quantize(torch.randn(num_out, 256), layout)
+    return made | {"gamma": torch.randn(256).to(dtype), "weight": weight, "layout": name}
+
+
+def _add_norm_linear_of_either(rng: random.Random) -> Arguments:
+    made = _add_norm_linear(rng)
+    if rng.random() < 0.5:
+        return made
+    return _in_fragments(made, "int4-g64-zeros-fragments", 32) | {"bias": None}
+
+
 def _add_norm_gate_up(rng: random.Random) -> Arguments:
-    return _add_norm(rng, 2 * rng.choice((1, 9))) | {"activation": rng.choice(ACTIVATIONS)}
+    made = _add_norm(rng, 2 * rng.choice((1, 9))) | {"activation": rng.choice(ACTIVATIONS)}
+    return _in_fragments(made, "int8-fragments-32", 64) if rng.random() < 0.5 else made
 
 
 def _add_norm_head(rng: random.Random) -> Arguments:
@@ -326,7 +345,7 @@ def _over_link(rng: random.Random) -> Arguments:
 # every operator
 CALLS: dict[str, Builder] = {
     **BUILDERS,
-    "add_norm_linear": _add_norm_linear,
+    "add_norm_linear": _add_norm_linear_of_either,
     "add_norm_gate_up": _add_norm_gate_up,
     "add_norm_rope_write": _add_norm_rope_write,
     "embed_norm_rope_write": _embed_norm_rope_write,

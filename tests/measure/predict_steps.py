@@ -10,7 +10,8 @@ Shapes are compiled for `cuda` without weights; launches and bytes are those of 
 with the constants below: instructions of a loop for each weight of a thread as counted in SASS for
 9.0, everything else as measured on one H200 or, where it says so, assumed. What stands between
 products is what its launches took there. `today` is checked against what was measured;
-`fragments` is nobody's measurement.
+`fragments` and `fused` are nobody's measurement. `fused` is the step of an engine whose weights are
+in fragments, as it is captured; `fragments` are its products in the launches of today's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import math
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,6 +68,9 @@ class Form:
         in_flight: bytes of the weight that a program has asked for.
         resident: programs of a multiprocessor, at most.
         start_s: `ORDINARY` or `DEPENDENT`.
+        norm: instructions of a warp for each `CHUNK` columns of rows that it norms before; then a
+            program that is resident goes through several blocks of outputs, and reads the rows
+            once, and as many to be added.
     """
 
     instructions: float
@@ -74,18 +78,24 @@ class Form:
     in_flight: int
     resident: int
     start_s: float
+    norm: float = 0
 
     def seconds(self, rows: int, outputs: int, columns: int, num_bytes: float) -> float:
         """Of one product."""
-        programs = math.ceil(outputs / self.outputs)
-        asked = min(self.resident * NUM_SMS, programs) * self.in_flight
-        streamed = num_bytes / min(COPY, asked / LATENCY)
-        issued = self.instructions * outputs * columns / 32 / SLOTS
-        shared = (num_bytes + 2 * programs * rows * columns) / L2
+        programs, reads = math.ceil(outputs / self.outputs), 1
+        resident = min(self.resident * NUM_SMS, programs)
+        if self.norm:
+            programs, reads = resident, 2
+        streamed = num_bytes / min(COPY, resident * self.in_flight / LATENCY)
+        normed = programs * WARPS * math.ceil(columns / CHUNK) * self.norm
+        issued = (self.instructions * outputs * columns / 32 + normed) / SLOTS
+        shared = (num_bytes + 2 * reads * programs * rows * columns) / L2
         return self.start_s + max(streamed, issued, shared)
 
 
 KIB = 1 << 10
+# of a program, and columns that it norms at a time
+WARPS, CHUNK = 8, 2048
 # kind of a weight → form; counts of today's are of the design, those of fragments of cuda.md
 TODAY = {
     "int4": Form(8.2, 32, 6 * KIB, 6, ORDINARY),
@@ -98,8 +108,11 @@ FRAGMENTS = {
     "int8": Form(2.41, 32, 64 * KIB, 2, DEPENDENT),
     "fp8": Form(2.5, 32, 64 * KIB, 2, DEPENDENT),
 }
-# that a kernel of products with a norm and a gate would take in
-FUSED = ("rms_norm", "add_rms_norm", "act_and_mul")
+# most rows → what products with a norm in front have instead: one program of a multiprocessor has
+# room for eight rows, two for one
+NORMED = {1: {"resident": 2, "norm": 111}, 8: {"resident": 1, "norm": 584}}
+# instructions of their loops, at most
+NORMED_LOOPS = {"int4": 1.96, "int8": 2.42, "fp8": 2.41}
 
 
 def product_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
@@ -114,7 +127,11 @@ def product_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
     rows, outputs, columns = node.product
     bits = 8 * node.num_bytes / (outputs * columns)
     of_node = "int8" if kind == "int4" and bits > 6 else kind
-    return forms[of_node].seconds(rows, outputs, columns, node.num_bytes)
+    form = forms[of_node]
+    if node.operator.startswith("add_norm"):
+        most = next(most for most in NORMED if rows <= most)
+        form = replace(form, instructions=NORMED_LOOPS[of_node], **NORMED[most])  # type: ignore[arg-type]
+    return form.seconds(rows, outputs, columns, node.num_bytes)
 
 
 def node_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
@@ -129,17 +146,13 @@ def node_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
     return SMALL.get(node.operator, OF_TORCH)
 
 
-def step_ms(
-    nodes: Iterable[Node], kinds: Mapping[str, str], forms: Mapping[str, Form], fuses: bool = False
-) -> float:
+def step_ms(nodes: Iterable[Node], kinds: Mapping[str, str], forms: Mapping[str, Form]) -> float:
     """Milliseconds of a step.
 
     Args:
         kinds: model → kind of its quantized weights.
-        fuses: norms and gates of models in `kinds` are parts of products.
     """
-    left = [n for n in nodes if not (fuses and n.model in kinds and n.operator in FUSED)]
-    return 1e3 * sum(node_seconds(n, kinds.get(n.model, ""), forms) for n in left)
+    return 1e3 * sum(node_seconds(n, kinds.get(n.model, ""), forms) for n in nodes)
 
 
 def few_launches_ms(
@@ -216,18 +229,16 @@ def predict(case: Case, launches: int | None = None) -> dict[str, Any]:
     Args:
         launches: of a layer of a mixture or of latent attention, in place of the case's.
     """
-    shapes, common = ShapesOptions(case.shapes, **dict(case.options)), BenchOptions()
-    programs = compile_for(shapes, common, PhaseTimer(lambda event: None), "cuda")
-    plan = next(x for x in programs.plans if x.name == case.plan)
-    context = shapes.num_context
-    nodes = step_nodes(programs, plan, context, Launches(recorded, kernels()), is_filtered=False)
-    floor = floor_ms(programs, case.plan, context)
+    programs, nodes = _step(case)
+    floor = floor_ms(programs, case.plan, ShapesOptions(case.shapes).num_context)
     kinds = dict(case.kinds)
     found = {"launches": len(nodes), "floor_ms": floor, "measured_ms": case.measured_ms}
     found["today_ms"] = step_ms(nodes, kinds, TODAY)
     if kinds:
         found["fragments_ms"] = step_ms(nodes, kinds, FRAGMENTS)
-        found["fused_ms"] = step_ms(nodes, kinds, FRAGMENTS, fuses=True)
+        _, fused = _step(case, weight_fragments=True)
+        found["fused_launches"] = len(fused)
+        found["fused_ms"] = step_ms(fused, kinds, FRAGMENTS)
     if case.launches:
         num_layers = len(programs.models[0].entry.layers)
         count = launches or case.launches
@@ -239,6 +250,15 @@ def predict(case: Case, launches: int | None = None) -> dict[str, Any]:
         if name.endswith("_ms") and name != "floor_ms" and value is not None
     }
     return found | times | {"aim": case.aim}
+
+
+def _step(case: Case, **more: Any) -> tuple[BenchPrograms, list[Node]]:
+    """Programs, and nodes of the captured step; `more` options of `ShapesOptions`."""
+    shapes = ShapesOptions(case.shapes, **dict(case.options), **more)
+    programs = compile_for(shapes, BenchOptions(), PhaseTimer(lambda event: None), "cuda")
+    plan = next(x for x in programs.plans if x.name == case.plan)
+    launches = Launches(recorded, kernels())
+    return programs, step_nodes(programs, plan, shapes.num_context, launches, is_filtered=False)
 
 
 def floor_ms(programs: BenchPrograms, plan: str, context: int) -> float:

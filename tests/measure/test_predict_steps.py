@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specc.bench.synthetic.nodes import Node
@@ -50,14 +52,16 @@ def test_a_head_in_8_bits_is_no_product_in_4() -> None:
         assert found[1] == forms["int8"].seconds(*sizes, 16_900_000)
 
 
-def test_a_fused_step_has_the_norms_of_other_models_alone() -> None:
-    nodes = [
-        Node("_rms_norm_kernel", "add_rms_norm", OTHER, "target", 9),
-        Node("_rms_norm_kernel", "add_rms_norm", OTHER, "draft_0", 9),
-        Node("_rope_write_kernel", "rope_write", OTHER, "draft_0", 9),
-    ]
-    found = [step_ms(nodes, {"draft_0": "int4"}, TODAY, fuses) for fuses in (False, True)]
-    assert found == pytest.approx([2 * 2.4e-3 + 2.6e-3, 2.4e-3 + 2.6e-3])
+def test_a_norm_in_front_is_computed_once_by_each_program() -> None:
+    """132 of them, with 6 rows, and 264, with one; each reads rows and what is added to them."""
+    for rows, programs, norm in ((6, 132, 584), (1, 264, 111)):
+        node = replace(product(1, rows, 28672, 4096), operator="add_norm_gate_up")
+        slots = 1.96 * 28672 * 4096 / 32 + programs * 8 * 2 * norm
+        found = node_seconds(node, "int4", FRAGMENTS)
+        assert found == pytest.approx(DEPENDENT + slots / 6.48648e11)
+        rows_alone = replace(FRAGMENTS["int4"], instructions=0, norm=1e-9, resident=programs // 132)
+        shared = 4 * programs * rows * 4096 / 5.5e12
+        assert rows_alone.seconds(rows, 28672, 4096, 0) == pytest.approx(DEPENDENT + shared)
 
 
 def test_few_launches_leave_bytes_and_attention() -> None:

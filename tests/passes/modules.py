@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from specc.artifact.graph_io import graph_from_json, graph_to_json
+from specc.artifact.rounding import quantize
 from specc.artifact.weight_layout import to_blocks
 from specc.passes.base import Pass, PassResult
 from specc.passes.pipeline import PHASES, Phases, Pipeline
@@ -173,6 +174,8 @@ def _weight(program: Program, node: fx.Node, parameters: Mapping[str, Tensor]) -
     """A weight as the graph reads it: in rows, or in blocks once it is lowered."""
     weight = program.weights[node.target]
     rows = stored_rows(weight, parameters)
+    if weight.quantized is not None:
+        return quantize(rows, weight.quantized)
     return rows if tuple(node.meta["val"].shape) == weight.shape else to_blocks(rows)
 
 
@@ -297,12 +300,16 @@ def assert_same_numbers_flat(program: Program, model: nn.Module) -> None:
     torch.testing.assert_close(got, want, **TOLERANCE)
 
 
-def lower_for_cuda(model: Any) -> tuple[Runner, Runner, Program, Pipeline]:
-    """Runners before and after the phases of CUDA, the program, and the pipeline."""
+def lower_for_cuda(model: Any, before: Phases = ()) -> tuple[Runner, Runner, Program, Pipeline]:
+    """Runners before and after the phases of CUDA, the program, and the pipeline.
+
+    Args:
+        before: phases that come first.
+    """
     from specc.passes.lower.cuda.phases import cuda_phases
     from tests.models import POSITIONS
 
-    program, _ = compiled(model)
+    program, _ = compiled(model, (*PHASES, *before))
     before = Runner(program, model)
     pipeline = Pipeline(cuda_phases(POSITIONS))
     pipeline.run(program)

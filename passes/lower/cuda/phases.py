@@ -25,6 +25,7 @@ from specc.passes.rewrite.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.rewrite.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
 from specc.passes.rewrite.fuse_router import FuseRouter
 from specc.passes.rewrite.fuse_swiglu import FuseSwiGLU
+from specc.passes.rewrite.pair_fragments import PairFragments
 from specc.passes.rewrite.read_weight_views import ReadWeightViews
 from specc.passes.rewrite.tabulate_rotary import TabulateRotary
 from specc.passes.rewrite.use_skinny_linear import UseSkinnyLinear
@@ -57,7 +58,7 @@ def cuda_phases(num_positions: int, pass_tokens: int | None = None) -> Phases:
             "caches",
             (FuseRopeWrite, FuseLatentWrite, SplitTreeAttention, partial(WidenAncestors, most)),
         ),
-        (_JOINED, (FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
+        (_JOINED, (PairFragments, FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
         ("few rows", (UseSkinnyLinear, ReadWeightViews, WriteHeadsByToken)),
         ("tables", (partial(TabulateRotary, num_positions),)),
     )

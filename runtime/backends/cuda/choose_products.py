@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.errors import FaultError
 from specc.runtime.backends.cuda.product_calls import (
     LINEAR,
@@ -94,10 +95,13 @@ class ProductCall:
     Args:
         eps: of the norm.
         unit_offset: of the norm.
-        weight: [N, K].
+        weight: [N, K], or its blocks.
+        shape: of the weight, [N, K].
+        dtype: of rows.
         last: bias or activation, whatever follows the weight.
         caches: k and v cache of those that write to them.
         embedding: [V, K] of those that start with tokens, else None.
+        layout: of a quantized weight; None of one that is not.
     """
 
     operator: str
@@ -105,27 +109,31 @@ class ProductCall:
     unit_offset: bool
     gamma: Tensor
     weight: Tensor
+    shape: tuple[int, int]
+    dtype: torch.dtype
     last: Any
     caches: tuple[Tensor, ...]
     embedding: Tensor | None = None
+    layout: QuantizedLayout | None = None
     rows = ROWS
 
     def product(self, rows: int) -> Any:
         """What a choice is made for."""
         from specc.kernels.cuda.few_rows import Product
 
-        return Product.of(self.operator, rows, self.weight)
+        name = "" if self.layout is None else self.layout.unpaired.name
+        return Product.of_layout(self.operator, rows, self.dtype, self.shape, name)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for calls that run the same code."""
         last = type(self.last).__name__ if isinstance(self.last, Tensor) else self.last
         shapes = tuple(cache.shape[2:] for cache in self.caches)
-        return self.operator, self.weight.dtype, tuple(self.weight.shape), last, shapes
+        return self.operator, self.dtype, self.shape, self.layout, last, shapes
 
     def bind(self, rows: int) -> Callable[[], object]:
         """The call for this many rows, which writes no row of a cache."""
-        device, dtype, size = self.weight.device, self.weight.dtype, self.weight.shape[1]
+        device, dtype, size = self.weight.device, self.dtype, self.shape[1]
         operator = getattr(torch.ops.specc, self.operator)
         dice = torch.Generator().manual_seed(rows)
 
@@ -147,6 +155,8 @@ class ProductCall:
                 torch.full((rows,), -1, dtype=torch.int32, device=device),
                 torch.zeros(1, 1, dtype=torch.int32, device=device),
             ]
+        if self.layout is not None:
+            args.append(self.layout.name)
         return lambda: operator(*args)
 
 
@@ -173,15 +183,20 @@ def calls_of(program: GraphProgram) -> Iterator[Call]:
             continue
         _, second, gamma, eps, unit_offset, weight, last = node.args[:7]
         caches = node.args[9:11] if name in _WRITERS else ()
+        is_quantized = value(weight).dtype == torch.uint8
         yield ProductCall(
             name,
             float(eps),
             bool(unit_offset),
             value(gamma),
             value(weight),
+            program.quantized_shapes[weight.target] if is_quantized else value(weight).shape,
+            program.dtype if is_quantized else value(weight).dtype,
             value(last),
             tuple(value(cache) for cache in caches),
             value(second) if name == "embed_norm_rope_write" else None,
+            # the last argument
+            QuantizedLayout.named(node.args[-1]) if is_quantized else None,
         )
 
 

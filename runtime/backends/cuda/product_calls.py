@@ -75,7 +75,7 @@ class QuantizedCall:
         """What a choice is made for."""
         from specc.kernels.cuda.few_rows import Product
 
-        return Product.of_quantized(rows, self.dtype, self.shape, self.layout.name)
+        return Product.of_quantized(rows, self.dtype, self.shape, self.layout.unpaired.name)
 
     def bind(self, rows: int) -> Callable[[], object]:
         """The call for this many rows."""

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.in_memory import BenchPrograms
+from specc.artifact.weight_layout import BLOCK
 from specc.bench.synthetic.engine import make_states
 from specc.bench.synthetic.live_values import LiveValues
 from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
@@ -260,9 +261,9 @@ class _Counter(TorchDispatchMode):
         if _LEVELS in tensors or ("weight" in tensors and tensors["weight"].dim() > 1):
             kind = PRODUCT
         product = None
-        if _LEVELS in tensors and "x" in tensors:
-            rows, columns = tensors["x"].shape
-            product = rows, tensors["out"].shape[1], columns
+        if "x" in tensors and _OF_LEVELS[0] in tensors:
+            columns = tensors["x"].shape[-1]
+            product = tensors["x"].numel() // columns, _outputs(tensors), columns
         self._add(kernel, operator, kind, moved + self._pending, is_dependent, product)
         self._pending = 0
 
@@ -300,6 +301,13 @@ class _Counter(TorchDispatchMode):
     ) -> None:
         node = Node(name, operator, kind, self.model, num_bytes, is_dependent, product)
         self.nodes.append(node)
+
+
+def _outputs(tensors: Mapping[str, Tensor]) -> int:
+    """Of a product by a quantized weight; those in fragments may write something else."""
+    if _LEVELS in tensors:
+        return tensors["out"].shape[1]
+    return tensors["weight"].shape[0] * BLOCK
 
 
 def _moved(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specc.artifact.fragments import as_stored
 from specc.artifact.quantized_layout import QuantizedLayout, pack
 from specc.artifact.weight_layout import BLOCK
 
@@ -68,11 +69,11 @@ def _draw_fragments(out: Tensor, columns: int, layout: QuantizedLayout, spread: 
     if layout.bits == 4:
         levels = torch.cat([levels & 15, levels >> 4], 1)
     zeros = torch.full((rows, groups), layout.middle) if layout.has_zeros else None
-    packed = pack(levels, torch.ones(rows, groups), zeros, layout).to(out.device)
+    packed = pack(levels, torch.ones(rows, groups), zeros, layout.unpaired).to(out.device)
     for first in range(0, blocks, count):
         part = out[first : first + count]
         part.copy_(packed[: len(part)])
-    scales = _scales(spread, groups, layout)
+    scales = _scales(as_stored(spread, layout.distance), groups, layout)
     num_bytes = BLOCK * groups * torch.float32.itemsize
     out[:, :num_bytes] = scales.contiguous().view(blocks, -1).view(torch.uint8)
 

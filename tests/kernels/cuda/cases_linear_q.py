@@ -33,9 +33,6 @@ ALL = (
 # (M, K, N): short groups and units, less than a group, whole steps, several blocks, all rows
 SHAPES = ((1, 200, 70), (5, 33, 33), (16, 256, 40), (3, 331, 32), (2, 128, 100), (11, 100, 65))
 MANY = ((17, 200, 70), (64, 160, 33), (40, 300, 64))
-# of one row alone, and of warps that divide a step's columns: less than a step, one whole, several
-ROW = ((1, 200, 70), (1, 1024, 40), (1, 2459, 33))
-SLICED = ((11, 100, 65), (16, 512, 40), (3, 1355, 33))
 
 
 def tiles() -> list[tuple[str, torch.dtype, int, int]]:
@@ -44,18 +41,14 @@ def tiles() -> list[tuple[str, torch.dtype, int, int]]:
         (name, dtype, rows, number)
         for dtype in DTYPES
         for name in few_rows_tiles.QUANTIZED
-        for rows in (1, few_rows_tiles.MAX_ROWS, few_rows_tiles.MAX_QUANTIZED_ROWS)
-        for number, tile in enumerate(few_rows_tiles.quantized_tiles(name, dtype, rows))
-        if rows > 1 or tile.block_m == 1
+        for rows in (few_rows_tiles.MAX_ROWS, few_rows_tiles.MAX_QUANTIZED_ROWS)
+        for number in range(len(few_rows_tiles.quantized_tiles(name, dtype, rows)))
     ]
 
 
-def shapes(name: str, dtype: torch.dtype, rows: int, number: int) -> tuple[Any, ...]:
-    """Shapes that show all there is to a tile."""
-    tile = few_rows_tiles.quantized_tiles(name, dtype, rows)[number]
-    if tile.form == few_rows_tiles.DOT:
-        return SHAPES if rows <= few_rows_tiles.MAX_ROWS else MANY
-    return ROW if tile.form == few_rows_tiles.VECTOR else SLICED
+def shapes(rows: int) -> tuple[Any, ...]:
+    """Shapes that show all there is to a kernel of so many rows."""
+    return SHAPES if rows <= few_rows_tiles.MAX_ROWS else MANY
 
 
 def make_weight(name: str, columns: int, outputs: int, device: torch.device) -> Tensor:
@@ -94,7 +87,7 @@ def make_operands(
         "group": layout.group,
         "has_zeros": layout.has_zeros,
         "is_float": layout.is_float,
-    }
+    } | ({"row_bits": 0, "format": layout.format} if layout.format else {})
 
 
 def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:

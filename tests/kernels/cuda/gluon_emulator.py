@@ -91,6 +91,9 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(*order))
 
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
+        return Shared(self.data.view(dtype).view(tuple(shape)))
+
     def slice(self, first: int, count: int, dim: int) -> Shared:
         return Shared(self.data.narrow(dim, first, count))
 
@@ -302,7 +305,7 @@ def _language() -> ModuleType:
         maximum=_of_two(torch.maximum), minimum=_of_two(torch.minimum),
         max=lambda x, axis: tile(x.amax(axis)), min=lambda x, axis: tile(x.amin(axis)),
         sum=lambda x, axis: tile(x.sum(axis)), reduce=_reduce,
-        exp2=torch.exp2, log2=torch.log2,
+        exp2=torch.exp2, log2=torch.log2, exp=torch.exp, erf=torch.erf, rsqrt=torch.rsqrt,
         load=_load, store=_store, debug_barrier=_nothing,
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
     )  # fmt: skip
@@ -383,7 +386,14 @@ def _run_again(module: ModuleType) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
+    # what a kernel counts with is a scalar, as what it loads
+    vars(copy)["range"] = lambda *ends: map(tile, range(*map(int, ends)))
+    # dataclasses look their module up
+    sys.modules[copy.__name__] = copy
+    try:
+        spec.loader.exec_module(copy)
+    finally:
+        del sys.modules[copy.__name__]
     return copy
 
 

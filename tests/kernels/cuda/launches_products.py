@@ -14,6 +14,7 @@ from specc.kernels.cuda import (
     add_norm_gate_up,
     add_norm_head,
     add_norm_linear,
+    add_norm_rope_fragments,
     add_norm_rope_write,
     embed_norm_rope_write,
     experts,
@@ -177,6 +178,31 @@ def _linear_q_fragments_calls() -> Iterator[Any]:
                         yield linear_q.linear_q(x, weight, bias, size, *layout.facts)
 
 
+def _normed(distance: int) -> Iterator[tuple[Any, ...]]:
+    """Operands of 6144 outputs up to a weight in fragments, a bias, and the layout's name."""
+    for name in few_rows_tiles.NORMED_LAYOUTS:
+        layout = QuantizedLayout.named(name).paired(distance)
+        for num_rows in (1, _TOKENS):
+            x, gamma = (_meta(*n, _HIDDEN, dtype=torch.bfloat16) for n in ((1, num_rows), ()))
+            weight = _meta(*layout.stored_shape((6144, _HIDDEN)), dtype=torch.uint8)
+            for bias in (None, _meta(6144, dtype=x.dtype)):
+                yield (x, x, gamma, 1e-6, False, weight), bias, layout.name
+
+
+def _add_norm_fragments_calls() -> Iterator[Any]:
+    for operands, bias, layout in _normed(16):
+        yield add_norm_linear.add_norm_linear(*operands, bias, layout)
+    for operands, _, layout in _normed(3072):
+        for activation in ACTIVATIONS:
+            yield add_norm_gate_up.add_norm_gate_up(*operands, activation, layout)
+
+
+def _add_norm_rope_fragments_calls() -> Iterator[Any]:
+    for operands, bias, layout in _normed(64):
+        _, *places = next(_places(operands[0].shape[1], torch.bfloat16))
+        yield add_norm_rope_fragments.add_norm_rope_write(*operands, bias, *places, layout)
+
+
 def _skinny_linear_calls() -> Iterator[Any]:
     # outputs that align nothing, as those of routers
     for dtype, num_rows in _tiles(few_rows.SKINNY):
@@ -194,9 +220,11 @@ def _invariant_linear_calls() -> Iterator[Any]:
 
 
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {
+    "add_norm_fragments": _add_norm_fragments_calls,
     "add_norm_gate_up": _gate_up_calls,
     "add_norm_head": _head_calls,
     "add_norm_linear": _linear_calls,
+    "add_norm_rope_fragments": _add_norm_rope_fragments_calls,
     "add_norm_rope_write": _rope_write_calls,
     "embed_norm_rope_write": _embed_calls,
     "experts": _experts_calls,

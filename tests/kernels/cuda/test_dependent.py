@@ -131,6 +131,15 @@ def test_integers_that_are_older_than_the_kernel_before(body: str, is_fine: bool
     assert not wrong if is_fine else wrong
 
 
+def test_a_copy_of_constants_may_be_asked_for_before_the_wait() -> None:
+    """As the first words of a ring are; not at places that memory names, nor of other arguments."""
+    copy = "    cp.async.cg.shared.global [ %r3 + 0 ], [ %rd5 + 0 ], 0x10, 0x10;\n"
+    begin = "    add.s64 %rd5, %rd2, %rd4;\n" + copy + "    cp.async.commit_group;\n"
+    assert found(begin + WAIT + LOOP + START + STORE) == []
+    for other in (begin.replace("%rd2", "%rd1"), LOAD + "    add.s64 %rd5, %rd2, %r2;\n" + copy):
+        assert found(other + WAIT + START + STORE) != []
+
+
 def test_the_next_kernel_starts_after_the_loop() -> None:
     """Rows that are no stream, as parts of a sum are, may be read later."""
     streamed = LOOP.replace("%rd6", "%rd2")

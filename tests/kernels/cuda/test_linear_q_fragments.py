@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from specc.artifact.quantized_layout import QuantizedLayout, pack, unpack
+from specc.artifact.quantized_layout import QuantizedLayout, unpack
 from specc.kernels.cuda import few_rows_tiles, linear_q_fragments, linear_q_unpack
+from specc.kernels.cuda import linear_q as linear_q_module
 from specc.kernels.cuda import linear_q_fragments_kernels as kernels
 from specc.kernels.cuda.few_rows import forced
 from specc.kernels.cuda.few_rows_tiles import FRAGMENT_LAYOUTS, Tile
@@ -16,7 +17,7 @@ from specc.kernels.cuda.linear_q import decoded, linear_q
 from tests.kernels.cuda import cases_linear_q as cases
 from tests.kernels.cuda import ptx_pairs
 from tests.kernels.cuda.cases_linear_q import BF16
-from tests.kernels.cuda.gluon_emulator import Launcher, emulated
+from tests.kernels.cuda.emulated_fragments import launcher
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -31,8 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[dict
     found: list[dict[str, Any]] = []
     kernel = linear_q_fragments.linear_q_fragments_kernel
     if device.type == "cpu":
-        copy = emulated(kernels, linear_q_unpack)
-        kernel = Launcher(copy.linear_q_fragments_kernel, ("launch_pdl",))
+        kernel = launcher(kernels, "linear_q_fragments_kernel")
 
     class Counted:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -46,15 +46,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[dict
     return found
 
 
-def operands_of(name: str, shape: tuple[int, int, int], device: torch.device, **given: Any) -> Any:
-    """As `cases.make_operands`, with the weight in fragments."""
-    _, columns, outputs = shape
-    plain = QuantizedLayout.named(name.removesuffix("-fragments"))
-    operands = cases.make_operands(plain.name, shape, BF16, device, has_bias=True)
-    parts = unpack(operands["weight"].cpu(), (outputs, columns), plain)
-    layout = plain.as_fragments
-    weight = pack(*parts[:2], parts[2] if plain.has_zeros else None, layout)
-    return {**operands, "weight": weight.to(device), "row_bits": 0, "format": layout.format}
+def operands_of(name: str, shape: tuple[int, int, int], device: torch.device) -> Any:
+    return cases.make_operands(name, shape, BF16, device, has_bias=True)
 
 
 def tiles_of(name: str, rows: int) -> tuple[Tile, ...]:
@@ -84,6 +77,22 @@ def test_forms(name: str, shape: Any, number: int, launched: list[Any], device: 
     assert len(tiles_of(name, shape[0])) == 2
     check(name, shape, number, device)
     assert len(launched) == 1
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("distance", [32, 48])
+def test_outputs_that_lie_apart(distance: int, number: int, device: torch.device) -> None:
+    """Of two groups, by each form, and decoded: as a whole, in groups, and in parts of them."""
+    name = f"int4-g64-zeros-fragments-{distance}"
+    size = 4 * distance
+    assert tiles_of(name.rpartition("-")[0], 2)[number].block_n == (32, 16)[number]
+    check(name, (2, 256, size), number, device)
+    operands = operands_of(name, (40, 256, size), device)
+    for blocks in (100, distance // 16, 2, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(linear_q_module, "DECODED_BYTES", blocks * 32 * 256 * 2)
+            found = linear_q(**operands)
+        cases.assert_close(found, cases.oracle(operands), cases.DECODED_TOLERANCE[BF16])
 
 
 @pytest.mark.parametrize("rows", [9, 16, 17, 32])

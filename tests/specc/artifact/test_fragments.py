@@ -29,6 +29,41 @@ def test_blocks_hold_what_was_put_in(shape, layout) -> None:
     )
 
 
+@pytest.mark.parametrize("distance", [32, 48, 96])
+@pytest.mark.parametrize("name", ["int4-g64-zeros", "int8", "mxfp4"])
+def test_outputs_so_far_apart_share_a_block(name, distance) -> None:
+    """What is stored is as if the weight's outputs had been in that order before."""
+    plain = QuantizedLayout.named(f"{name}-fragments")
+    layout = plain.paired(distance)
+    assert (layout.name, layout.distance) == (f"{plain.name}-{distance}", distance)
+    assert QuantizedLayout.named(layout.name) == layout == layout.unpaired.paired(distance)
+    assert (layout.unpaired, plain.distance, plain.rows_together) == (plain, 16, 32)
+    shape = (2 * layout.rows_together, 256)
+    levels, scales, zeros = random_parts(shape, layout)
+    order = [
+        group * 2 * distance + half * distance + pair * 16 + row
+        for group in range(2)
+        for pair in range(distance // 16)
+        for half in range(2)
+        for row in range(16)
+    ]
+    stored = pack(levels, scales, zeros, layout)
+    own_zeros = None if zeros is None else zeros[order]
+    assert stored.equal(pack(levels[order], scales[order], own_zeros, plain))
+    if zeros is None:
+        zeros = torch.full_like(scales, layout.middle, dtype=torch.int16)
+    assert all(map(torch.equal, unpack(stored, shape, layout), (levels, scales, zeros)))
+    with pytest.raises(ValueError, match=f"no pairs {distance} apart of"):
+        pack(levels.repeat(2, 1)[: 3 * distance], scales.repeat(2, 1)[: 3 * distance],
+             None if own_zeros is None else zeros.repeat(2, 1)[: 3 * distance], layout)  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["-24", "-16", "-0", "-064", "64", "-", "-64-64", "-p64"])
+def test_orders_of_blocks_that_nobody_knows(order) -> None:
+    with pytest.raises(ValueError, match=r"apart|no blocks|no layout"):
+        QuantizedLayout.named(f"int8-fragments{order}")
+
+
 def level_of(halves: list[int], kind: str, register: int, which: int) -> int:
     """The level of a register in words of a lane, by the page's formulas and no table.
 

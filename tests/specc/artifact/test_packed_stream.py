@@ -51,6 +51,17 @@ def test_each_matrix_has_blocks_of_its_own(outputs, layout) -> None:
         assert content(packed_stream(parts, layout, outputs)) == want
 
 
+@pytest.mark.parametrize("step", [1, 20, 37, 256, 512])
+def test_outputs_far_apart_wait_for_each_other(step) -> None:
+    """However rows come: blocks are those of each matrix as a whole."""
+    layout = QuantizedLayout.named("int4-g32-zeros-fragments-64")
+    weights = torch.randn(2, 256, 256)
+    want = content(quantize(item, layout).numpy().tobytes() for item in weights)
+    rows = round_weight(weights.view(-1, 256), layout)
+    parts = (rows.rows(i, min(i + step, 512)) for i in range(0, 512, step))
+    assert content(packed_stream(parts, layout, 256)) == want
+
+
 @pytest.mark.parametrize("layout", **EVERY)
 def test_matrices_that_are_stored_as_transposes(layout) -> None:
     weights = torch.randn(3, 37, 96)

@@ -15,6 +15,7 @@ from tests.models import build_model
 from tests.passes.lower.cuda.test_phases import in_bfloat16
 from tests.passes.modules import lower_for_cuda
 from tests.passes.rewrite.test_fuse_latent_write import lower as lower_latents
+from tests.passes.rewrite.test_pair_fragments import lowered
 
 # what stands after the attention of one layer, up to that of the next
 _OUT, _ROUTED = ("skinny_linear", "add_rms_norm"), ("route", "experts")
@@ -47,6 +48,23 @@ def test_launches_of_a_layer(name: str) -> None:
     changes, wanted = LAYERS[name]
     _, _, program, _ = lower_for_cuda(build_model(name, **changes))
     assert of_layer(program) == wanted
+
+
+# of int4, in blocks and in fragments
+_PRODUCT = ("linear_q",)
+QUANTIZED_LAYERS = {
+    False: (
+        *_PRODUCT, "add_rms_norm", *_PRODUCT, "act_and_mul", *_PRODUCT, "add_rms_norm", *_PRODUCT,
+        "rope_write", "attend",
+    ),
+    True: (*_PRODUCT, "add_norm_gate_up", *_PRODUCT, "add_norm_rope_write", "attend"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fragments", QUANTIZED_LAYERS)
+def test_launches_of_a_quantized_layer(fragments: bool) -> None:
+    _, _, program, _ = lowered("llama", "int4-g64", fragments=fragments)
+    assert of_layer(program) == QUANTIZED_LAYERS[fragments]
 
 
 @pytest.mark.parametrize("name", LATENT_LAYERS)

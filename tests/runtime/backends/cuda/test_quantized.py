@@ -121,11 +121,13 @@ def test_replayed_steps_say_the_same(make, device, quantize, draft, dtype) -> No
 
 @pytest.mark.parametrize("quantize", ["int4", "fp8"])
 def test_weights_in_fragments_are_the_same_weights(make, device, quantize) -> None:
-    """An engine of them has the integers, and the tokens, of one whose weights lie in blocks."""
+    """An engine of them has the integers of one whose weights lie in blocks, and is as exact: sums
+    and norms that are parts of products are rounded less often.
+    """
     found = []
     for fragments in (False, True):
         sizes = {"hidden_size": 256, "intermediate_size": 384}
-        _, path = make(
+        checkpoint, path = make(
             quantize, None, PLANS[:2], sizes, dtype="bfloat16", weight_fragments=fragments
         )
         held, weights = load_file(path / "target" / "weights.safetensors"), {}
@@ -139,8 +141,10 @@ def test_weights_in_fragments_are_the_same_weights(make, device, quantize) -> No
         engine, prompts = Engine.load(path), models.prompts()[:2]
         tokens = [generate(engine, plan.name, prompts, 12)[0] for plan in PLANS[:2]]
         assert tokens[0] == tokens[1]
-        found.append((weights, tokens))
-    (weights, tokens), (others, same) = found
+        error, bound = error_of_logits(engine, reference_model(checkpoint, path), "bfloat16")
+        assert bound is not None
+        assert error < bound
+        found.append(weights)
+    weights, others = found
     assert weights.keys() == others.keys()
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
-    assert tokens == same

@@ -29,6 +29,7 @@ from tests.tiers import every
 
 LAYOUTS = ["int8", "int8-g32", "int4-g32", "int4-g64", "int4-g128", "int4-g32-zeros", "fp8"]
 FRAGMENTS = ["int4-g64-fragments", "int4-g32-zeros-fragments", "int8-fragments", "fp8-fragments"]
+FRAGMENTS += ["int4-g64-fragments-48"]
 # what --quantize gives by default
 ASKED = ["int8", "int4-g64", "fp8"]
 # outputs that end within a block; columns of a short last group, whose last unit is short, too
@@ -53,7 +54,8 @@ def drawn(shape: tuple[int, int], layout: QuantizedLayout, spread: Tensor | None
 def test_drawn_values_have_the_spread_that_is_asked_for(name: str, shape: tuple[int, int]) -> None:
     """Of every output its own; the mean is zero, which a product of many columns would show."""
     layout = QuantizedLayout.named(name)
-    spread = torch.where(torch.arange(shape[0]) % 2 == 0, 0.02, 3.0)
+    number = torch.arange(shape[0])
+    spread = torch.where((number + number // 16) % 2 == 0, 0.02, 3.0)
     values = dequantize(drawn(shape, layout, spread), shape, layout)
     assert bool(values.isfinite().all())
     scaled = values / spread[:, None]
@@ -139,7 +141,7 @@ def test_weights_are_in_fragments_where_that_is_asked_for(layout: str) -> None:
         )
         programs = compile_shapes("T", [config], options, PhaseTimer())
         stored = [item for item in programs.models[0].program["inputs"] if "quantized_of" in item]
-        assert {item["layout"].endswith("fragments") for item in stored} == {in_fragments}
+        assert {"fragments" in item["layout"] for item in stored} == {in_fragments}
         logits.append(logits_of(programs).float())
     assert bool(logits[1].isfinite().all())
     assert float(logits[1].std() / logits[0].std()) == pytest.approx(1, abs=0.25)
