@@ -20,7 +20,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,46 +117,40 @@ def product_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
     return forms[of_node].seconds(rows, outputs, columns, node.num_bytes)
 
 
-def node_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
-    """Of one launch."""
+def node_seconds(
+    node: Node, kind: str, forms: Mapping[str, Form], latent_s: float = LATENT_S
+) -> float:
+    """Of one launch.
+
+    Args:
+        latent_s: of attention over latents.
+    """
     if node.kind == ATTEND:
         is_latent = "latent" in node.name
-        return LATENT_S if is_latent else ATTEND_S + node.num_bytes * ATTEND_S_A_BYTE
+        return latent_s if is_latent else ATTEND_S + node.num_bytes * ATTEND_S_A_BYTE
     if node.kind == PRODUCT:
         return product_seconds(node, kind, forms)
     if not node.model:
         return BETWEEN
-    return SMALL.get(node.operator, OF_TORCH)
+    return DEPENDENT if node.is_dependent else SMALL.get(node.operator, OF_TORCH)
 
 
 def step_ms(
-    nodes: Iterable[Node], kinds: Mapping[str, str], forms: Mapping[str, Form], fuses: bool = False
+    nodes: Iterable[Node],
+    kinds: Mapping[str, str],
+    forms: Mapping[str, Form],
+    fuses: bool = False,
+    latent_s: float = LATENT_S,
 ) -> float:
     """Milliseconds of a step.
 
     Args:
         kinds: model → kind of its quantized weights.
         fuses: norms and gates of models in `kinds` are parts of products.
+        latent_s: of attention over latents.
     """
     left = [n for n in nodes if not (fuses and n.model in kinds and n.operator in FUSED)]
-    return 1e3 * sum(node_seconds(n, kinds.get(n.model, ""), forms) for n in left)
-
-
-def few_launches_ms(
-    nodes: Sequence[Node], num_layers: int, launches: int, attend_s: float | None
-) -> float:
-    """Milliseconds of a plain step whose layers have so many dependent launches.
-
-    Args:
-        launches: of a layer, attention besides.
-        attend_s: of attention; None is today's.
-    """
-    own = [node for node in nodes if node.model]
-    streamed = sum(node.num_bytes for node in own if node.kind == PRODUCT) / COPY
-    attention = [node for node in own if node.kind == ATTEND]
-    attended = sum(attend_s or node_seconds(node, "", {}) for node in attention)
-    between = BETWEEN * (len(nodes) - len(own))
-    return 1e3 * (streamed + attended + num_layers * launches * DEPENDENT + between)
+    return 1e3 * sum(node_seconds(n, kinds.get(n.model, ""), forms, latent_s) for n in left)
 
 
 @dataclass(frozen=True)
@@ -168,8 +162,7 @@ class Case:
         kinds: model → kind of its quantized weights.
         measured_ms: today's, on one H200 in its fourth session.
         aim: times its floor, or milliseconds where it is not.
-        launches: of a layer as designed; 0 keeps its own.
-        attend_s: of attention then; None is today's.
+        attend_s: of attention over latents as designed; None is that of others.
     """
 
     shapes: str
@@ -178,7 +171,6 @@ class Case:
     kinds: tuple[tuple[str, str], ...] = ()
     measured_ms: float | None = None
     aim: str = ""
-    launches: int = 0
     attend_s: float | None = None
 
 
@@ -202,20 +194,15 @@ CASES = {
         PAIR, "chain-5", (_CHAIN, ("draft_quantize", "int4"), _GROUPS), (("draft_0", "int4"),),
         None, "6.4 ms",
     ),
-    "30b-a3b": Case("qwen3-30b-a3b", measured_ms=4.00, aim="1.5 × floor", launches=7),
+    "30b-a3b": Case("qwen3-30b-a3b", measured_ms=4.00, aim="1.5 × floor"),
     "v2-lite": Case(
-        "deepseek-v2-lite", measured_ms=3.92, aim="1.6 × floor", launches=9,
-        attend_s=LATENT_DESIGNED_S,
+        "deepseek-v2-lite", measured_ms=3.92, aim="1.6 × floor", attend_s=LATENT_DESIGNED_S
     ),
 }  # fmt: skip
 
 
-def predict(case: Case, launches: int | None = None) -> dict[str, Any]:
-    """A row of the table: milliseconds, and times the floor.
-
-    Args:
-        launches: of a layer of a mixture or of latent attention, in place of the case's.
-    """
+def predict(case: Case) -> dict[str, Any]:
+    """A row of the table: milliseconds, and times the floor."""
     shapes, common = ShapesOptions(case.shapes, **dict(case.options)), BenchOptions()
     programs = compile_for(shapes, common, PhaseTimer(lambda event: None), "cuda")
     plan = next(x for x in programs.plans if x.name == case.plan)
@@ -228,11 +215,8 @@ def predict(case: Case, launches: int | None = None) -> dict[str, Any]:
     if kinds:
         found["fragments_ms"] = step_ms(nodes, kinds, FRAGMENTS)
         found["fused_ms"] = step_ms(nodes, kinds, FRAGMENTS, fuses=True)
-    if case.launches:
-        num_layers = len(programs.models[0].entry.layers)
-        count = launches or case.launches
-        found["launches_of_a_layer"] = count + 1
-        found["few_launches_ms"] = few_launches_ms(nodes, num_layers, count, case.attend_s)
+    if case.attend_s is not None:
+        found["attend_ms"] = step_ms(nodes, kinds, TODAY, latent_s=case.attend_s)
     times = {
         name.removesuffix("_ms") + "_over_floor": value / floor
         for name, value in found.items()
@@ -256,7 +240,6 @@ def floor_ms(programs: BenchPrograms, plan: str, context: int) -> float:
 
 def main(
     cases: Annotated[list[str] | None, typer.Argument()] = None,
-    launches: Annotated[int | None, typer.Option("--launches", help="of a layer")] = None,
     output: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Compile, count, predict, print, and write the report."""
@@ -264,7 +247,7 @@ def main(
     for name in cases or CASES:
         rows[name] = {
             key: round(value, 3) if isinstance(value, float) else value
-            for key, value in predict(CASES[name], launches).items()
+            for key, value in predict(CASES[name]).items()
         }
         print(name, rows[name], flush=True)
     report = {
