@@ -357,7 +357,8 @@ def _down(
     """Of few tokens with weights of a kind, else of many."""
     pointer, is_few = f"*{TYPE_NAMES[dtype]}", kind is not None
     given: dict[str, str | None] = {"found": "*fp32", "bias": pointer if has_bias else None}
-    of_sum = {"weights": f"*{kind}", "out": pointer, "arrived": "*i32"}
+    kinds = {"weights": f"*{kind}", "out": pointer, "arrived": "*i32"}
+    of_sum: dict[str, str | None] = {key: kinds[key] if is_few else None for key in kinds}
     item = _product(
         f"down{'-bias' if has_bias else ''}-{f'few-{kind}' if is_few else 'many'}",
         experts_down_kernel,
@@ -365,7 +366,7 @@ def _down(
         _tile(dtype, True, is_few, layout),
         is_few,
         layout,
-        given | (of_sum if is_few else dict.fromkeys(of_sum)),
+        given | of_sum,
     )
     return replace(item, max_registers=_most_registers(is_few, dtype, None))
 
