@@ -86,7 +86,7 @@ consteval bool fits_schema(std::string_view name) {
   if (name == "specc::embedding_q")
     return std::is_same_v<Function, One(T, T, int64_t, int64_t, Text)>;
   if (name == "specc::experts")
-    return std::is_same_v<Function, One(T, T, T, T, T, Text, O, O)>;
+    return std::is_same_v<Function, One(T, T, T, T, T, Text, O, O, int64_t, Text, Text)>;
   if (name == "specc::fold_conv")
     return std::is_same_v<Function, void(T, T, T, T, T)>;
   if (name == "specc::fold_recurrence")
@@ -396,7 +396,8 @@ constexpr const char* kSchemas[] = {
     "specc::embedding_q(Tensor weight, Tensor tokens, int num_embeddings, int width, str "
         "layout) -> Tensor",
     "specc::experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str "
-        "activation, Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
+        "activation, Tensor? gate_up_bias=None, Tensor? down_bias=None, int size=0, str "
+        "gate_up_layout=\"\", str down_layout=\"\") -> Tensor",
     "specc::fold_conv(Tensor(a!) state, Tensor rows, Tensor source, Tensor cache_len, Tensor "
         "states) -> ()",
     "specc::fold_recurrence(Tensor(a!) state, Tensor rows, Tensor source, Tensor cache_len, "

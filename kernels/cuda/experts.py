@@ -14,6 +14,7 @@ no tile do nothing.
 
 Every number is written by one program, and a token's experts are added up in its order of them:
 results differ neither from replay to replay nor, of few tokens, with what stands beside a token.
+Matrices are floats, or quantized as the engine's file has them, and then read as `linear_q` does.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend_config import MOST_REGISTERS
 from specc.kernels.cuda.dependent import launch_options, with_dependent
@@ -36,9 +38,11 @@ from specc.kernels.cuda.experts_kernels import (
     experts_order_kernel,
     experts_sum_kernel,
 )
+from specc.kernels.cuda.linear_q_parts import format_of, parts_of, pointers_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
+from specc.kernels.reference.products import num_matrices
 
 NAME = "experts"
 # whose pairs a program looks through by itself, and experts of each
@@ -65,9 +69,16 @@ class ExpertTile:
     num_warps: int
     num_stages: int
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"BM": self.block_m, "BN": self.block_n, "BK": self.block_k}
+    def constexprs(self, dtype: torch.dtype, layout: QuantizedLayout | None) -> dict[str, Any]:
+        """Of both kernels, with rows of a type, and matrices in a layout or as floats."""
+        sizes = {"BT": FEW_CHOSEN, "BE": BLOCK_EXPERTS, "BM": self.block_m, "BN": self.block_n}
+        if layout is None:
+            return sizes | {"BK": self.block_k} | _OF_FLOATS
+        # of mxfp4 values times scales are exact, but in float16
+        is_exact = layout.kind == "mxfp4" and dtype != torch.float16
+        columns = self.block_k if is_exact else min(self.block_k, layout.group or self.block_k)
+        parts = {"BK": columns, "PARTS": self.block_k // columns}
+        return sizes | format_of(layout) | {"WIDTH": layout.header_columns} | parts
 
     def num_tiles(self, num_pairs: int, num_experts: int) -> int:
         """Most tiles that this many sorted pairs can make."""
@@ -75,12 +86,29 @@ class ExpertTile:
         return (num_pairs - num_chosen) // self.block_m + num_chosen
 
 
+_OF_FLOATS = {"BITS": 0, "IS_FLOAT": False, "UNIT": 0, "HEADER": 0, "WIDTH": 0, "PARTS": 1}
 # of few tokens, and of more; a step of gate and up has two blocks of a matrix
 _HALF_GATE_UP = (ExpertTile(FEW_TOKENS, 32, 128, 4, 4), ExpertTile(64, 64, 64, 4, 3))
 _HALF_DOWN = (ExpertTile(FEW_TOKENS, 32, 128, 4, 5), ExpertTile(64, 128, 64, 4, 3))
 _FLOAT = (ExpertTile(FEW_TOKENS, 16, 32, 4, 3), ExpertTile(32, 32, 32, 4, 3))
 GATE_UP = {torch.bfloat16: _HALF_GATE_UP, torch.float16: _HALF_GATE_UP, torch.float32: _FLOAT}
 DOWN = {torch.bfloat16: _HALF_DOWN, torch.float16: _HALF_DOWN, torch.float32: _FLOAT}
+# of quantized matrices, in the order of gate and up, and down
+_HALF_QUANTIZED = (
+    (ExpertTile(FEW_TOKENS, 16, 128, 4, 4), ExpertTile(64, 16, 128, 4, 4)),
+    (ExpertTile(FEW_TOKENS, 32, 128, 4, 4), ExpertTile(64, 32, 128, 4, 4)),
+)
+_QUANTIZED_FLOAT = (ExpertTile(FEW_TOKENS, 16, 32, 4, 3), ExpertTile(32, 16, 32, 4, 3))
+
+
+def _tile(
+    dtype: torch.dtype, is_down: bool, is_few: bool, layout: QuantizedLayout | None
+) -> ExpertTile:
+    if layout is None:
+        return (DOWN if is_down else GATE_UP)[dtype][not is_few]
+    if dtype == torch.float32:
+        return _QUANTIZED_FLOAT[not is_few]
+    return _HALF_QUANTIZED[is_down][not is_few]
 
 
 def experts(
@@ -92,22 +120,29 @@ def experts(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    size: int = 0,
+    gate_up_layout: str = "",
+    down_layout: str = "",
 ) -> Tensor:
     """See `experts_reference`."""
-    _check(x, ids, weights, gate_up, down, activation)
-    _check_bias("gate_up_bias", gate_up_bias, gate_up)
-    _check_bias("down_bias", down_bias, down)
+    size = size or (down.shape[-1] if down.dim() else 0)
+    layouts = [QuantizedLayout.named(x) if x else None for x in (gate_up_layout, down_layout)]
+    num_experts = _check(x, ids, weights, (gate_up, down), layouts, size, activation)
+    hidden = x.shape[1]
+    _check_bias("gate_up_bias", gate_up_bias, (num_experts, 2 * size), x.dtype)
+    _check_bias("down_bias", down_bias, (num_experts, hidden), x.dtype)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    (num_tokens, top_k), (num_experts, hidden, size) = ids.shape, down.shape
+    num_tokens, top_k = ids.shape
     num_pairs = num_tokens * top_k
     out = x.new_empty(x.shape)
     if not num_pairs:
         return out.zero_()
     is_few = num_tokens <= FEW_TOKENS and top_k <= FEW_CHOSEN
+    tiles = [_tile(x.dtype, i > 0, is_few, layout) for i, layout in enumerate(layouts)]
     order = counts = arrived = None
     if is_few:
         # launches over one weight run one after another
-        arrived = counters(down, triton.cdiv(hidden, DOWN[x.dtype][0].block_n))
+        arrived = counters(down, triton.cdiv(hidden, tiles[1].block_n))
     else:
         order = ids.new_empty(num_pairs, dtype=torch.int32)
         counts = ids.new_empty(num_experts, dtype=torch.int32)
@@ -116,19 +151,22 @@ def experts(
         )  # fmt: skip
     places = (ids if is_few else None, order, counts)
     inner = x.new_empty(num_pairs, size)
-    tile = GATE_UP[x.dtype][not is_few]
-    experts_gate_up_kernel[_grid(tile, num_pairs, num_experts, size, is_few)](
-        x, *places, gate_up, inner, num_pairs, num_experts, top_k, size, hidden,
+    levels, options = _operand(gate_up, x.dtype, layouts[0], tiles[0])
+    experts_gate_up_kernel[_grid(tiles[0], num_pairs, num_experts, size, is_few)](
+        x, *places, levels, inner, num_pairs, num_experts, top_k, size, hidden,
         ACTIVATION=activation,
         bias=gate_up_bias,
-        **_options(tile, x.dtype, activation, is_few),
+        **options,
+        **_options(tiles[0], x.dtype, activation, is_few),
     )  # fmt: skip
     found = x.new_empty(num_pairs, hidden, dtype=torch.float32)
-    tile, own = DOWN[x.dtype][not is_few], (weights, out, arrived) if is_few else (None, None, None)
-    experts_down_kernel[_grid(tile, num_pairs, num_experts, hidden, is_few)](
-        inner, *places, down, found, *own, num_pairs, num_experts, top_k, hidden, size,
+    of_sum = (weights, out, arrived) if is_few else (None, None, None)
+    levels, options = _operand(down, x.dtype, layouts[1], tiles[1])
+    experts_down_kernel[_grid(tiles[1], num_pairs, num_experts, hidden, is_few)](
+        inner, *places, levels, found, *of_sum, num_pairs, num_experts, top_k, hidden, size,
         bias=down_bias,
-        **_options(tile, x.dtype, None, is_few),
+        **options,
+        **_options(tiles[1], x.dtype, None, is_few),
     )  # fmt: skip
     if not is_few:
         experts_sum_kernel[(num_tokens, triton.cdiv(hidden, BLOCK_SUM))](
@@ -139,6 +177,17 @@ def experts(
             maxnreg=MOST_REGISTERS,
         )  # fmt: skip
     return out
+
+
+def _operand(
+    stack: Tensor, dtype: torch.dtype, layout: QuantizedLayout | None, tile: ExpertTile
+) -> tuple[Tensor, dict[str, Any]]:
+    """Matrices, and what else a kernel is told of how they lie."""
+    own = tile.constexprs(dtype, layout)
+    if layout is None:
+        return stack, own
+    levels, scales, zeros = parts_of(stack, layout)
+    return levels, {"scales": scales, "zeros": zeros, **own}
 
 
 def _grid(
@@ -155,7 +204,6 @@ def _options(
     """What both products are launched with."""
     most = _most_registers(is_few, dtype, activation)
     return {
-        **_constexprs(tile),
         **launch_options(dtype, is_few),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -172,13 +220,16 @@ def _most_registers(is_few: bool, dtype: torch.dtype, activation: str | None) ->
     return MOST_REGISTERS if is_few or (dtype, activation) == (torch.float32, CLAMPED) else None
 
 
-def _constexprs(tile: ExpertTile) -> dict[str, int]:
-    return {"BT": FEW_CHOSEN, "BE": BLOCK_EXPERTS} | tile.sizes
-
-
 def _check(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
-) -> None:
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stacks: tuple[Tensor, Tensor],
+    layouts: list[QuantizedLayout | None],
+    size: int,
+    activation: str,
+) -> int:
+    """How many experts there are."""
     is_rows = x.dim() == 2 and x.dtype in FLOATS and x.shape[1] > 0
     check(is_rows, NAME, f"x {x.dtype} {list(x.shape)}", "[N, H] of floats")
     check(
@@ -193,34 +244,35 @@ def _check(
         f"weights {weights.dtype} {list(weights.shape)}",
         f"{list(ids.shape)} of torch.float32 or {x.dtype}",
     )
-    is_stack = gate_up.dim() == down.dim() == 3 and 0 not in (*gate_up.shape, *down.shape)
-    hidden, size = x.shape[1], down.shape[-1] if down.dim() else 0
-    num_experts = gate_up.shape[0] if gate_up.dim() else 0
-    for name, stack, wanted in (
-        ("gate_up", gate_up, (num_experts, 2 * size, hidden)),
-        ("down", down, (num_experts, hidden, size)),
+    hidden = x.shape[1]
+    shapes = (2 * size, hidden), (hidden, size)
+    num_experts = num_matrices(stacks[0], shapes[0], layouts[0])
+    for name, stack, shape, layout in zip(
+        ("gate_up", "down"), stacks, shapes, layouts, strict=True
     ):
+        wanted = (num_experts, *shape)
+        stored = wanted if layout is None else layout.stored_shape(wanted)
+        dtype = x.dtype if layout is None else torch.uint8
         check(
-            is_stack and stack.shape == wanted and stack.dtype == x.dtype,
+            num_experts > 0 and size > 0 and stack.shape == stored and stack.dtype == dtype,
             NAME,
             f"{name} {stack.dtype} {list(stack.shape)}",
-            f"gate_up [E, 2 I, {hidden}] and down [E, {hidden}, I] of {x.dtype}",
+            f"gate_up [E, 2 I, {hidden}] and down [E, {hidden}, I] of {x.dtype}, or quantized",
         )
         check(
             stack.is_contiguous(), NAME, f"{name} of strides {stack.stride()}", "a contiguous one"
         )
     known = (*ACTIVATIONS, CLAMPED)
     check(activation in known, NAME, activation, f"one of {', '.join(known)}")
+    return num_experts
 
 
-def _check_bias(name: str, bias: Tensor | None, stack: Tensor) -> None:
-    if bias is None:
-        return
+def _check_bias(name: str, bias: Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> None:
     check(
-        bias.shape == stack.shape[:2] and bias.dtype == stack.dtype and bias.is_contiguous(),
+        bias is None or (bias.shape == shape and bias.dtype == dtype and bias.is_contiguous()),
         NAME,
-        f"{name} {bias.dtype} {list(bias.shape)} of strides {bias.stride()}",
-        f"a contiguous one of {stack.dtype} {list(stack.shape[:2])}",
+        f"{name} {None if bias is None else (bias.dtype, list(bias.shape), bias.stride())}",
+        f"a contiguous one of {dtype} {list(shape)}",
     )
 
 
@@ -238,12 +290,20 @@ def shipped(capability: int) -> Iterator[Shipped]:
     for dtype in FLOATS:
         kinds = sorted({TYPE_NAMES[dtype], "fp32"})
         for is_few in (True, False):
+            items = [_gate_up(dtype, is_few, activation) for activation in ACTIVATIONS]
             # gpt-oss: both products have biases
-            for activation, has_bias in (*((x, False) for x in ACTIVATIONS), (CLAMPED, True)):
-                item = _gate_up(dtype, is_few, activation, has_bias)
-                yield from with_dependent(item, capability, dtype, is_few)
+            items.append(_gate_up(dtype, is_few, CLAMPED, has_bias=True))
             for has_bias, kind in itertools.product((False, True), kinds if is_few else (None,)):
-                item = _down(dtype, kind, has_bias)
+                items.append(_down(dtype, kind, has_bias=has_bias))
+            for name in QUANTIZED if dtype == torch.bfloat16 else QUANTIZED[-1:]:
+                layout = QuantizedLayout.named(name)
+                items.append(_gate_up(dtype, is_few, "silu", layout))
+                items.append(_down(dtype, "fp32" if is_few else None, layout))
+                if name == "mxfp4":
+                    items.append(_gate_up(dtype, is_few, CLAMPED, layout, has_bias=True))
+                    kind = "fp32" if is_few else None
+                    items.append(_down(dtype, kind, layout, has_bias=True))
+            for item in items:
                 yield from with_dependent(item, capability, dtype, is_few)
         for kind in kinds:
             given = {"found": "*fp32", "ids": "*i64", "weights": f"*{kind}"}
@@ -260,12 +320,27 @@ def shipped(capability: int) -> Iterator[Shipped]:
             )
 
 
-def _gate_up(dtype: torch.dtype, is_few: bool, activation: str, has_bias: bool) -> Shipped:
+# layouts with configurations, of other types than bfloat16 the last; others are compiled when met
+QUANTIZED = ("int8", "int4-g128", "int4-g32-zeros", "fp8-g128", "mxfp4")
+
+
+def _gate_up(
+    dtype: torch.dtype,
+    is_few: bool,
+    activation: str,
+    layout: QuantizedLayout | None = None,
+    has_bias: bool = False,
+) -> Shipped:
     pointer = f"*{TYPE_NAMES[dtype]}"
-    given: dict[str, str | None] = {"x": pointer, "weight": pointer, "out": pointer}
-    given["bias"] = pointer if has_bias else None
-    name = f"{pointer[1:]}-{activation}-{'few' if is_few else 'many'}"
-    item = _product(name, experts_gate_up_kernel, GATE_UP[dtype], is_few, given)
+    item = _product(
+        f"{activation}-{'few' if is_few else 'many'}",
+        experts_gate_up_kernel,
+        dtype,
+        _tile(dtype, False, is_few, layout),
+        is_few,
+        layout,
+        {"out": pointer, "bias": pointer if has_bias else None},
+    )
     return replace(
         item,
         constexprs={**item.constexprs, "ACTIVATION": activation},
@@ -273,39 +348,52 @@ def _gate_up(dtype: torch.dtype, is_few: bool, activation: str, has_bias: bool) 
     )
 
 
-def _down(dtype: torch.dtype, kind: str | None, has_bias: bool) -> Shipped:
+def _down(
+    dtype: torch.dtype,
+    kind: str | None,
+    layout: QuantizedLayout | None = None,
+    has_bias: bool = False,
+) -> Shipped:
     """Of few tokens with weights of a kind, else of many."""
-    pointer = f"*{TYPE_NAMES[dtype]}"
-    given: dict[str, str | None] = {"x": pointer, "weight": pointer, "found": "*fp32"}
-    given["bias"] = pointer if has_bias else None
-    is_few = kind is not None
-    of_sum = {"weights": f"*{kind}", "out": pointer, "arrived": "*i32"}
-    given |= of_sum if is_few else dict.fromkeys(of_sum)
-    label = f"few-{kind}" if is_few else "many"
-    name = f"{pointer[1:]}-down{'-bias' if has_bias else ''}-{label}"
-    item = _product(name, experts_down_kernel, DOWN[dtype], is_few, given)
+    pointer, is_few = f"*{TYPE_NAMES[dtype]}", kind is not None
+    given: dict[str, str | None] = {"found": "*fp32", "bias": pointer if has_bias else None}
+    kinds = {"weights": f"*{kind}", "out": pointer, "arrived": "*i32"}
+    of_sum: dict[str, str | None] = {key: kinds[key] if is_few else None for key in kinds}
+    item = _product(
+        f"down{'-bias' if has_bias else ''}-{f'few-{kind}' if is_few else 'many'}",
+        experts_down_kernel,
+        dtype,
+        _tile(dtype, True, is_few, layout),
+        is_few,
+        layout,
+        given | of_sum,
+    )
     return replace(item, max_registers=_most_registers(is_few, dtype, None))
 
 
 def _product(
-    name: str,
+    label: str,
     kernel: Any,
-    tiles: tuple[ExpertTile, ExpertTile],
+    dtype: torch.dtype,
+    tile: ExpertTile,
     is_few: bool,
+    layout: QuantizedLayout | None,
     given: dict[str, str | None],
 ) -> Shipped:
-    """A product of few tokens or of more, of which these pointers are given, or None."""
-    tile = tiles[not is_few]
-    places = ("ids",) if is_few else ("order", "counts")
-    kinds = {"ids": "*i64", "order": "*i32", "counts": "*i32"}
-    given = given | {key: kind if key in places else None for key, kind in kinds.items()}
-    pointers = {key: kind for key, kind in given.items() if kind is not None}
+    """A product of few tokens or of more, of which these pointers are given, or None, besides."""
+    kind = TYPE_NAMES[dtype]
+    matrices = {"levels": f"*{kind}"} if layout is None else pointers_of(layout)
+    places = {"ids": "*i64"} if is_few else {"order": "*i32", "counts": "*i32"}
+    pointers = {"x": f"*{kind}", **matrices, **places}
+    pointers |= {key: value for key, value in given.items() if value is not None}
+    may_be = ("ids", "order", "counts", "scales", "zeros", *given)
     return Shipped(
-        name=name,
+        name="-".join([kind, label, *([] if layout is None else [layout.name])]),
         kernel=kernel,
         signature=pointers
         | dict.fromkeys(("num_pairs", "num_experts", "top_k", "size", "K"), "i32"),
-        constexprs={key: None for key in given if key not in pointers} | _constexprs(tile),
+        constexprs={key: None for key in may_be if key not in pointers}
+        | tile.constexprs(dtype, layout),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         divisible=(*pointers, "size", "K"),

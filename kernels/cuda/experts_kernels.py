@@ -8,6 +8,7 @@ import triton.language as tl
 from specc.kernels.cuda.act_and_mul import activate
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.dependent import let_next_start, wait_alone
+from specc.kernels.cuda.linear_q_kernels import BLOCK, quantized_product
 from specc.kernels.reference.fused import GATE_LIMIT, GATE_SHARPNESS
 
 LIMIT = tl.constexpr(GATE_LIMIT)
@@ -51,7 +52,7 @@ def experts_gate_up_kernel(
     ids,
     order,
     counts,
-    weight,
+    levels,
     out,
     num_pairs,
     num_experts,
@@ -65,6 +66,14 @@ def experts_gate_up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEADER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    scales=None,
+    zeros=None,
     bias=None,  # [E, rows of a matrix], or none
 ):
     wait_alone(IS_DEPENDENT)
@@ -79,7 +88,10 @@ def experts_gate_up_kernel(
     else:
         o_row = tl.interleave(o_in, o_in + size)
     o_token = tl.maximum(b_pair, 0) // top_k
-    b_both = _product(x, o_token, b_pair >= 0, weight, expert, o_row, 2 * size, K, BM, 2 * BN, BK)
+    b_both = _product(
+        x, o_token, b_pair >= 0, levels, scales, zeros, expert, o_row, 2 * size, K,
+        BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, 2 * BN, BK, PARTS,
+    )  # fmt: skip
     let_next_start(IS_DEPENDENT)
     if bias is not None:
         b_both += tl.load(bias + expert * 2 * size + o_row)[None, :].to(tl.float32)
@@ -99,7 +111,7 @@ def experts_down_kernel(
     ids,
     order,
     counts,
-    weight,
+    levels,
     found,
     weights,
     out,
@@ -115,6 +127,14 @@ def experts_down_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEADER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    scales=None,
+    zeros=None,
     bias=None,  # [E, rows of a matrix], or none
 ):
     """Rows of pairs in `found`. Of few tokens the last program of a block of columns adds up."""
@@ -124,8 +144,10 @@ def experts_down_kernel(
     m_n = o_n < size
     if expert >= 0:
         o_row = tl.minimum(o_n, size - 1)
-        o_x = tl.maximum(b_pair, 0)
-        b_out = _product(x, o_x, b_pair >= 0, weight, expert, o_row, size, K, BM, BN, BK)
+        b_out = _product(
+            x, tl.maximum(b_pair, 0), b_pair >= 0, levels, scales, zeros, expert, o_row, size, K,
+            BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, BN, BK, PARTS,
+        )  # fmt: skip
         if bias is not None:
             b_out += tl.load(bias + expert * size + o_row)[None, :].to(tl.float32)
         p_out = found + b_pair.to(tl.int64)[:, None] * size + o_n[None, :]
@@ -142,20 +164,33 @@ def experts_down_kernel(
 
 @triton.jit
 def _product(
-    x, o_x, m_x, weight, expert, o_row, num_rows, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, o_x, m_x, levels, scales, zeros, expert, o_row, num_rows, K,
+    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows o_x [BM], where m_x, times rows o_row [BN] of an expert's matrix: [BM, BN] float32."""
-    o_k = tl.arange(0, BK)
-    p_x = x + o_x.to(tl.int64)[:, None] * K + o_k[None, :]
-    p_w = weight + (expert * num_rows + o_row)[:, None] * K + o_k[None, :]
-    b_out = tl.zeros([BM, BN], tl.float32)
-    for k in range(0, K, BK):
-        m_k = o_k[None, :] < K - k  # [1, BK]
-        b_x = tl.load(p_x + k, mask=m_x[:, None] & m_k, other=0.0)  # [BM, BK]
-        b_w = tl.load(p_w + k, mask=m_k, other=0.0)  # [BN, BK]
-        b_out = tl.dot(b_x, tl.trans(b_w), b_out, input_precision="ieee")
-    return b_out
+    """Rows o_x [BM], where m_x, times rows o_row [BN] of an expert's matrix: [BM, BN] float32.
+
+    Where BITS is 0, `levels` are floats [E, num_rows, K].
+    """
+    o_x = o_x.to(tl.int64)
+    if BITS > 0:
+        i_b = expert * ((num_rows + BLOCK - 1) // BLOCK) + o_row // BLOCK
+        return quantized_product(
+            x, o_x, m_x[:, None], levels, scales, zeros, i_b, o_row % BLOCK, K,
+            BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, BN, BK, PARTS,
+        )  # fmt: skip
+    else:
+        o_k = tl.arange(0, BK)
+        p_x = x + o_x[:, None] * K + o_k[None, :]
+        p_w = levels + (expert * num_rows + o_row)[:, None] * K + o_k[None, :]
+        b_out = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, K, BK):
+            m_k = o_k[None, :] < K - k  # [1, BK]
+            b_x = tl.load(p_x + k, mask=m_x[:, None] & m_k, other=0.0)  # [BM, BK]
+            b_w = tl.load(p_w + k, mask=m_k, other=0.0)  # [BN, BK]
+            b_out = tl.dot(b_x, tl.trans(b_w), b_out, input_precision="ieee")
+        return b_out
 
 
 @triton.jit(do_not_specialize=["num_experts", "top_k"])

@@ -26,6 +26,7 @@ from specc.kernels.cuda import linear_q_fragments
 from specc.kernels.cuda.few_rows import in_rows, quantized_tile_for
 from specc.kernels.cuda.few_rows_tiles import MAX_ROWS, QUANTIZED, Tile, quantized_tiles
 from specc.kernels.cuda.linear_q_kernels import linear_q_decode_kernel, linear_q_kernel
+from specc.kernels.cuda.linear_q_parts import absent_of, format_of, parts_of, pointers_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 
@@ -65,11 +66,37 @@ def linear_q(
     out = x.new_empty(x.shape[0], out_features)
     if x.shape[0]:
         linear_q_kernel[(triton.cdiv(out_features, tile.block_n),)](
-            x, *_parts(weight, layout), x if bias is None else bias, out,
+            x, *parts_of(weight, layout), x if bias is None else bias, out,
             x.shape[0], out_features, 0 if bias is None else out_features, x.shape[1],
             **_constexprs(layout, tile, _block_rows(x.shape[0])),
             **tile.options,
         )  # fmt: skip
+    return out
+
+
+def grouped_mm_q(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    out_features: int,
+    bits: int,
+    group: int,
+    has_zeros: bool,
+    is_float: bool = False,
+    row_bits: int = 0,
+    format: str = "",
+) -> Tensor:
+    """See `grouped_mm_q_reference`; reads on the host how many rows each expert has.
+
+    For what `FuseExperts` leaves alone.
+    """
+    out, first = x.new_zeros(x.shape[0], out_features), 0
+    numbers = (out_features, bits, group, has_zeros, is_float, row_bits, format)
+    blocks = max(1, weight.shape[0] // max(1, len(ends)))
+    for own, last in zip(weight.split(blocks), ends.tolist(), strict=False):
+        if last > first:
+            out[first:last] = linear_q(x[first:last], own, None, *numbers)
+        first = last
     return out
 
 
@@ -120,8 +147,8 @@ def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: Quantiz
     out = like.new_empty(size, columns)
     grid = (triton.cdiv(size, BLOCK), triton.cdiv(columns, _DECODE_BLOCK * _DECODE_PARTS))
     linear_q_decode_kernel[grid](
-        *_parts(weight, layout), out, first, size, layout.header_columns or columns, columns,
-        **_format(layout),
+        *parts_of(weight, layout), out, first, size, layout.header_columns or columns, columns,
+        **format_of(layout),
         BK=_DECODE_BLOCK,
         PARTS=_DECODE_PARTS,
         num_warps=4,
@@ -130,31 +157,9 @@ def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: Quantiz
     return out
 
 
-def _parts(weight: Tensor, layout: QuantizedLayout) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The weight as elements of units, as scales, and as zero points."""
-    return (
-        weight.view(_ELEMENTS[layout.unit]),
-        weight if layout.is_float and layout.bits == 4 else weight.view(torch.float32),
-        weight.view(torch.int16) if layout.has_zeros else None,
-    )
-
-
-# columns of a unit → what holds those of an output
-_ELEMENTS = {2: torch.int16, 4: torch.int32, 8: torch.int32}
-
-
-def _format(layout: QuantizedLayout) -> dict[str, Any]:
-    return {
-        "BITS": layout.bits,
-        "IS_FLOAT": layout.is_float,
-        "UNIT": layout.unit,
-        "HEADER": layout.header_bytes,
-    }
-
-
 def _constexprs(layout: QuantizedLayout, tile: Tile, rows: int) -> dict[str, Any]:
     columns = min(tile.block_k, layout.group or tile.block_k)
-    return _format(layout) | {
+    return format_of(layout) | {
         "WIDTH": layout.header_columns,
         "BM": rows,
         "BN": tile.block_n,
@@ -204,13 +209,13 @@ def shipped(capability: int) -> Iterator[Shipped]:
 
 def _product(dtype: torch.dtype, layout: QuantizedLayout, tile: Tile, rows: int) -> Shipped:
     kind = TYPE_NAMES[dtype]
-    given = _given(layout)
+    given = pointers_of(layout)
     pointers = {"x": f"*{kind}", **given, "bias": f"*{kind}", "out": f"*{kind}"}
     return Shipped(
         name=f"{kind}-{layout.name}-rows{rows}-{tile.name}",
         kernel=linear_q_kernel,
         signature=pointers | dict.fromkeys(("num_rows", "size", "bias_size", "K"), "i32"),
-        constexprs=_absent(layout) | _constexprs(layout, tile, rows),
+        constexprs=absent_of(layout) | _constexprs(layout, tile, rows),
         **tile.options,
         divisible=(*pointers, "K"),
     )
@@ -218,28 +223,17 @@ def _product(dtype: torch.dtype, layout: QuantizedLayout, tile: Tile, rows: int)
 
 def _decode(dtype: torch.dtype, layout: QuantizedLayout) -> Shipped:
     kind = TYPE_NAMES[dtype]
-    pointers = {**_given(layout), "out": f"*{kind}"}
+    pointers = {**pointers_of(layout), "out": f"*{kind}"}
     # groups of other sizes are other numbers, not other binaries
     name = layout.name.replace("-g32", "")
     return Shipped(
         name=f"{kind}-decode-{name}",
         kernel=linear_q_decode_kernel,
         signature=pointers | dict.fromkeys(("first", "size", "width", "K"), "i32"),
-        constexprs=_absent(layout)
-        | _format(layout)
+        constexprs=absent_of(layout)
+        | format_of(layout)
         | {"BK": _DECODE_BLOCK, "PARTS": _DECODE_PARTS},
         num_warps=4,
         num_stages=1,
         divisible=(*pointers, "K"),
     )
-
-
-def _given(layout: QuantizedLayout) -> dict[str, str]:
-    is_mx = layout.is_float and layout.bits == 4
-    element = TYPE_NAMES.get(_ELEMENTS[layout.unit], "i16")
-    zeros = {"zeros": "*i16"} if layout.has_zeros else {}
-    return {"levels": f"*{element}", "scales": "*u8" if is_mx else "*fp32", **zeros}
-
-
-def _absent(layout: QuantizedLayout) -> dict[str, None]:
-    return {} if layout.has_zeros else {"zeros": None}

@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# outputs of a block of the weight
+# outputs of a block of the weight, and columns of mxfp4 with one scale
 BLOCK: tl.constexpr = tl.constexpr(32)
+GROUP_OF_MX: tl.constexpr = tl.constexpr(32)
 
 
 @triton.jit(do_not_specialize=["num_rows", "size", "bias_size"])
@@ -45,10 +46,31 @@ def linear_q_kernel(
     """
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     i_b = (tl.program_id(0) * BN // BLOCK).to(tl.int64)
-    o_lane = o_n % BLOCK
-    width = K if WIDTH == 0 else WIDTH
     o_m = tl.arange(0, BM)
     m_m = (o_m < num_rows)[:, None]
+    b_out = quantized_product(
+        x, o_m, m_m, levels, scales, zeros, i_b, o_n % BLOCK, K,
+        BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, BN, BK, PARTS,
+    )  # fmt: skip
+    b_out += tl.load(bias + o_n, mask=o_n < bias_size, other=0.0).to(tl.float32)[None, :]
+    m_out = m_m & (o_n < size)[None, :]
+    p_out = out + o_m[:, None] * size + o_n[None, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
+def quantized_product(
+    x, o_m, m_m, levels, scales, zeros, i_b, o_lane, K,
+    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Rows o_m [BM], where m_m [BM, 1], times outputs o_lane [BN] of a block: [BM, BN] in float32.
+
+    i_b is the block, or that of each output [BN]. Steps of mxfp4 that are longer than a group have
+    a header's columns, and rows are not float16.
+    """
+    width = K if WIDTH == 0 else WIDTH
     o_k = tl.arange(0, BK)
     p_x = x + o_m[:, None] * K + o_k[None, :]
     b_out = tl.zeros([BM, BN], tl.float32)
@@ -56,21 +78,21 @@ def linear_q_kernel(
         for part in tl.static_range(PARTS):
             k = step + part * BK
             b_x = tl.load(p_x + k, mask=m_m & (o_k[None, :] < K - k), other=0.0)  # [BM, BK]
-            b_w = _values(
-                levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER, BK, BN
-            )
+            if BK > GROUP_OF_MX and IS_FLOAT and BITS == 4:
+                b_w = _scaled_mx(levels, scales, i_b, o_lane, k, K, UNIT, HEADER, BK, BN)
+            else:
+                b_w = _values(
+                    levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER, BK, BN
+                )
             b_w = b_w.to(x.dtype.element_ty)  # [BK, BN]
-            if WIDTH == 0:
+            if WIDTH == 0 or (BK > GROUP_OF_MX and IS_FLOAT and BITS == 4):
                 b_out = tl.dot(b_x, b_w, b_out, input_precision="ieee")
             else:
                 b_scale = _scale(scales, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER)
                 b_out += tl.dot(b_x, b_w, input_precision="ieee") * b_scale[None, :]
     if WIDTH == 0:
         b_out *= _scale(scales, i_b, o_lane, 0, K, width, BITS, IS_FLOAT, UNIT, HEADER)[None, :]
-    b_out += tl.load(bias + o_n, mask=o_n < bias_size, other=0.0).to(tl.float32)[None, :]
-    m_out = m_m & (o_n < size)[None, :]
-    p_out = out + o_m[:, None] * size + o_n[None, :]
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
+    return b_out
 
 
 @triton.jit(do_not_specialize=["first", "size", "width"])
@@ -157,6 +179,30 @@ def _values(
             b_zero = tl.load(zeros + place // 2 + 2 * BLOCK + o_lane, mask=k < K, other=0)
             b_value = (b_level - b_zero.to(tl.int32)[None, :]).to(tl.float32)
     return b_value
+
+
+@triton.jit
+def _scaled_mx(
+    levels, scales, i_b, o_lane, k, K,
+    UNIT: tl.constexpr, HEADER: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Columns k … k + BK - 1 of mxfp4, all of a header: v · s, [BK, BN] float32, exact in bfloat16.
+
+    Three bits of a code are exponent and mantissa of a value times 2^-126.
+    """
+    o_u = tl.arange(0, BK // UNIT)[:, None]
+    place = _header(i_b, k, K, BK, UNIT, HEADER)
+    m_unit = o_u * UNIT < K - k
+    p_unit = levels + (place + HEADER) // 4 + o_u * BLOCK + o_lane[None, :]
+    b_unit = tl.load(p_unit, mask=m_unit, other=0)  # [units, BN]
+    p_scale = scales + place + o_u * UNIT // GROUP_OF_MX * BLOCK + o_lane[None, :]
+    b_byte = tl.load(p_scale, mask=m_unit, other=0)
+    b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    o_c = tl.arange(0, UNIT)
+    b_code = b_unit[:, None, :] >> (o_c % 4 * 8 + o_c // 4 * 4)[None, :, None]
+    b_bits = (b_code & 7) << 22 | (b_code & 8) << 28
+    b_value = b_bits.to(tl.float32, bitcast=True) * (2.0**126) * b_scale[:, None, :]
+    return tl.reshape(b_value, [BK, BN])
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check, rows_of
 
@@ -80,7 +81,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 given = ("x", "weight", "out", *(("residual", "total") if is_sum else ()))
                 strides = ("x_outer", "x_inner", "residual_outer", "residual_inner")
                 absent = {} if is_sum else {"residual": None, "total": None}
-                yield Shipped(
+                own = Shipped(
                     name=f"{pointer[1:]}-{'add' if is_sum else 'norm'}-d{item.block_d}",
                     kernel=_rms_norm_kernel,
                     signature=dict.fromkeys(given, pointer)
@@ -91,6 +92,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     num_stages=1,
                     divisible=(*given, "D", *strides),
                 )
+                yield from with_dependent(own, capability, dtype)
 
 
 def _check(operator: str, x: Tensor, weight: Tensor) -> None:
@@ -138,6 +140,7 @@ def _launch(
         float(unit_offset),
         BLOCK_R=item.block_r,
         BLOCK_D=item.block_d,
+        **launch_options(x.dtype),
         num_warps=item.num_warps,
         num_stages=1,
     )
@@ -161,7 +164,9 @@ def _rms_norm_kernel(
     offset,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier(IS_DEPENDENT)
     o_r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D

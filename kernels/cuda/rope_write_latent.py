@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.cuda.write_kv import SEARCH, cache_rows
@@ -57,6 +58,7 @@ def rope_write_latent(
             *q.stride()[:2], *q_rest.stride()[:2], latent.stride(1), shared.stride(1),
             cos.stride(0), sin.stride(0), *k_cache.stride()[:2],
             **_sizes(size, width),
+            **launch_options(q.dtype),
             PAIRS=pairs,
             num_warps=WARPS,
             num_stages=1,
@@ -115,7 +117,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
         integers = (*_COUNTS, "stride_table", *_STRIDES)
         for size, width in ((512, 64), (256, 32)):
             for pairs in PAIRS:
-                yield Shipped(
+                item = Shipped(
                     name=f"{TYPE_NAMES[dtype]}-{pairs}-r{size}-p{width}",
                     kernel=_rope_write_latent_kernel,
                     signature=given | dict.fromkeys(integers, "i32"),
@@ -124,6 +126,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     num_stages=1,
                     divisible=(*given, *_STRIDES),
                 )
+                yield from with_dependent(item, capability, dtype)
 
 
 @triton.jit
@@ -190,7 +193,9 @@ def _rope_write_latent_kernel(
     BH: tl.constexpr,
     BB: tl.constexpr,
     PAIRS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier(IS_DEPENDENT)
     i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p_cos, p_sin = cos + i_t * stride_cos, sin + i_t * stride_sin
     o_r = tl.arange(0, BR)[None, :]

@@ -17,6 +17,12 @@ from torch import Tensor
 
 from specc.kernels.cuda.arrivals import counters, is_last
 from specc.kernels.cuda.attend_config import MOST_REGISTERS
+from specc.kernels.cuda.dependent import (
+    ask_part_and_wait,
+    launch_options,
+    let_next_start,
+    with_dependent,
+)
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.operators.mixtures import ROUTE_SPLITS
@@ -92,6 +98,7 @@ def route(
         num_experts // groups, groups if groups > 1 else 0, top_groups, group_best,
         SCORES=scores,
         **_constexprs(tile, num_experts),
+        **launch_options(x.dtype),
         num_warps=_WARPS,
         num_stages=tile.num_stages,
         maxnreg=MOST_REGISTERS,
@@ -171,7 +178,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                 given = {"x": pointer, "weight": pointer} | more
                 given |= {"ids": "*i64", "weights": "*fp32", "partial": "*fp32", "arrived": "*i32"}
                 absent = [name for name in ("bias", "correction") if name not in more]
-                yield Shipped(
+                item = Shipped(
                     name="-".join([pointer[1:], scores, *more, f"e{num_experts}"]),
                     kernel=_route_kernel,
                     signature=given
@@ -185,6 +192,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     divisible=(*given, "K"),
                     max_registers=MOST_REGISTERS,
                 )
+                yield from with_dependent(item, capability, dtype)
 
 
 _INTEGERS = (
@@ -274,6 +282,7 @@ def _route_kernel(
     BE: tl.constexpr,
     BT: tl.constexpr,
     BR: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     i_n, i_k, i_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(1)
@@ -282,14 +291,17 @@ def _route_kernel(
     o_k = tl.arange(0, BK)
     m_m = (o_m < num_rows)[:, None]
     p_x = x + o_m[:, None] * K + o_k[None, :]
-    p_w = weight + tl.minimum(o_n, num_experts - 1).to(tl.int64)[:, None] * K + o_k[None, :]
+    o_w = tl.minimum(o_n, num_experts - 1)
+    p_w = weight + o_w.to(tl.int64)[:, None] * K + o_k[None, :]
     b_t = tl.zeros([BN, BM], tl.float32)
     begin = i_k * steps * BK
+    ask_part_and_wait(weight, o_w, begin, K, IS_DEPENDENT)
     for k in range(begin, tl.minimum(begin + steps * BK, K), BK):
         m_k = o_k[None, :] < K - k
         b_x = tl.load(p_x + k, mask=m_m & m_k, other=0.0)  # [BM, BK]
         b_w = tl.load(p_w + k, mask=m_k, other=0.0)  # [BN, BK]
         b_t = tl.dot(b_w, tl.trans(b_x), b_t, input_precision="ieee")
+    let_next_start(IS_DEPENDENT)
     part = num_rows.to(tl.int64) * num_experts
     o_logit = o_m[:, None] * num_experts + o_n[None, :]
     tl.store(partial + i_k * part + o_logit, tl.trans(b_t), mask=m_m & (o_n < num_experts)[None, :])

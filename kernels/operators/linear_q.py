@@ -66,5 +66,6 @@ GROUPED_MM_Q = Operator(
     cut=PACKED,
     flops=lambda x, out_features, **_: rows_flops(x, out_features),
     reads=Reads(experts="ends"),
+    cuda="linear_q:grouped_mm_q",
     cpu=True,
 )

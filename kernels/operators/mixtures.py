@@ -50,22 +50,28 @@ def _experts_fake(x: Tensor, *args: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _experts_flops(ids: Operand, gate_up: Operand, down: Operand, **_: object) -> int:
-    return 2 * count(ids.shape) * (count(gate_up.shape[1:]) + count(down.shape[1:]))
+def _experts_flops(x: Operand, ids: Operand, down: Operand, size: int = 0, **_: object) -> int:
+    """Of three matrices for each pair of a token and one of its experts."""
+    return 6 * count(ids.shape) * int(x.shape[1]) * (size or int(down.shape[-1]))
 
 
 def _experts_scratch(
-    limits: PassLimits, x: Operand, ids: Operand, gate_up: Operand, down: Operand, **_: object
-) -> int:
+    limits: PassLimits, x: Operand, ids: Operand, gate_up: Operand, down: Operand, size: int = 0,
+    **_: object,
+) -> int:  # fmt: skip
     """A row of each product for every pair of a token and one of its experts, and their order."""
     num_pairs = ids.shape[0] * int(ids.shape[1])
-    inner, outer = int(down.shape[2]) * x.itemsize, int(down.shape[1]) * _FLOAT_BYTES
-    return num_pairs * (inner + outer + _INT_BYTES) + int(gate_up.shape[0]) * _INT_BYTES
+    inner = (size or int(down.shape[-1])) * x.itemsize
+    # of quantized experts more than there are
+    return num_pairs * (inner + int(x.shape[1]) * _FLOAT_BYTES + _INT_BYTES) + (
+        int(gate_up.shape[0]) * _INT_BYTES
+    )
 
 
 EXPERTS = Operator(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str activation,"
-    " Tensor? gate_up_bias=None, Tensor? down_bias=None) -> Tensor",
+    " Tensor? gate_up_bias=None, Tensor? down_bias=None, int size=0, str gate_up_layout='',"
+    " str down_layout='') -> Tensor",
     reference=products.experts_reference,
     fake=_experts_fake,
     tokens=OfRows(("x",), ("ids", "weights"), ("gate_up", "down", "gate_up_bias", "down_bias")),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import turned
 from specc.kernels import ops
 from specc.kernels.reference.fused import CLAMPED
@@ -22,11 +23,15 @@ from specc.passes.rewrite.turn_stack import turn_stack
 
 aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# by matrices as they are, or quantized
+_PRODUCTS = (ops.grouped_mm, ops.grouped_mm_q)
 _RESHAPES = (aten.reshape.default, aten.view.default)
 
 
 class FuseExperts(Pass):
     """Sort by expert, `grouped_mm`, `act_and_mul`, `grouped_mm`, sum → `specc.experts`.
+
+    Or `grouped_mm_q`, where the matrices are quantized.
 
     gpt-oss has biases after both products, and a gate of its own between them (`clamped_gate`); its
     matrices are [inputs, outputs], and become [outputs, inputs]. The router before it stays as it
@@ -40,13 +45,13 @@ class FuseExperts(Pass):
     def run(self, program: Program) -> PassResult:
         result = PassResult()
         seen: set[fx.Node] = set()
-        for first in program.calls(ops.grouped_mm):
+        for first in program.calls(*_PRODUCTS):
             if first in seen:
                 continue
             try:
                 gate = _gate_of(first)
                 second = only_user(gate.result)
-                if second is None or second.target is not ops.grouped_mm:
+                if second is None or second.target not in _PRODUCTS:
                     raise _NoMatch("no second product alone reads the gate")
                 seen.add(second)
                 _fuse(program, first, gate, second)
@@ -122,13 +127,13 @@ def _fuse(program: Program, first: fx.Node, gate: _Gate, second: fx.Node) -> Non
     if bound["ends"] is not last["ends"]:
         raise _NoMatch("the products have groups of their own")
     num_experts = _require_ends(bound["ends"], sort)
-    stacks = [_stack(program, args["weight"]) for args in (bound, last)]
+    stacks = [_stack(program, args) for args in (bound, last)]
     if last["x"] is not gate.result:
         raise _NoMatch("the second product reads the gate as its matrix")
     value = x.meta["val"]
     shapes = value.shape[1], gate.result.meta["val"].shape[1]
     wanted = (num_experts, 2 * shapes[1], shapes[0]), (num_experts, shapes[0], shapes[1])
-    if value.dim() != 2 or tuple(_rows_first(node) for node in stacks) != wanted:
+    if value.dim() != 2 or tuple(stack.shape for stack in stacks) != wanted:
         raise _NoMatch("matrices are not one of each expert")
     sum_of_second = _with_bias(second)
     biases: list[fx.Node | None] = [None, None]
@@ -138,9 +143,8 @@ def _fuse(program: Program, first: fx.Node, gate: _Gate, second: fx.Node) -> Non
         biases = [_bias_of(program, rows, sort, n) for rows, n in zip(added, sizes, strict=True)]
     elif sum_of_second is not second:
         raise _NoMatch("what is added to the second product alone")
-    dtypes = {
-        _dtype(item) for item in (x, *(node.source for node in stacks), *filter(None, biases))
-    }
+    floats = (stack.source for stack in stacks if not stack.layout)
+    dtypes = {_dtype(item) for item in (x, *floats, *filter(None, biases))}
     if len(dtypes) != 1 or value.dtype not in _DTYPES:
         raise _NoMatch(f"the products are of {', '.join(map(str, sorted(dtypes, key=str)))}")
     weights, total = _weighted_sum(sum_of_second, sort, top_k)
@@ -153,10 +157,12 @@ def _fuse(program: Program, first: fx.Node, gate: _Gate, second: fx.Node) -> Non
         raise _NoMatch(f"the weights are of {_dtype(weights)}")
     graph = program.graph
     for stack, product in zip(stacks, (first, second), strict=True):
-        if not stack.is_transposed:
+        if stack.is_turned:
             program.weights[stack.source.target] = turn_stack(program, stack.source, [product])  # type: ignore[index]
     gate_up, down = (stack.source for stack in stacks)
-    own = () if gate.bias is None else biases
+    own: tuple[Any, ...] = () if gate.bias is None else tuple(biases)
+    if any(stack.layout for stack in stacks):
+        own = (*biases, shapes[1], *(stack.layout for stack in stacks))
     with graph.inserting_before(total):
         fused = emit_call(graph, ops.experts, x, ids, weights, gate_up, down, gate.activation, *own)
     fused.meta["nn_module_stack"] = first.meta.get("nn_module_stack")
@@ -241,35 +247,44 @@ class _Stack:
     """A parameter with a matrix of each expert.
 
     Args:
-        source: [E, outputs, inputs], or as many [inputs, outputs].
-        is_transposed: the product reads the transposes of the first kind.
+        source: [E, outputs, inputs], as many [inputs, outputs], or quantized.
+        shape: [E, outputs, inputs].
+        layout: name of that of quantized ones.
+        is_turned: the parameter is [E, inputs, outputs].
     """
 
     source: fx.Node
-    is_transposed: bool
+    shape: tuple[Any, ...]
+    layout: str = ""
+    is_turned: bool = False
 
 
-def _rows_first(stack: _Stack) -> tuple[Any, ...]:
-    """[E, outputs, inputs]."""
-    shape = tuple(stack.source.meta["val"].shape)
-    return shape if stack.is_transposed else turned(shape)
-
-
-def _stack(program: Program, node: Any) -> _Stack:
-    """What holds the experts' matrices [in, out] that a product reads."""
+def _stack(program: Program, product: dict[str, Any]) -> _Stack:
+    """What holds the experts' matrices that a product reads."""
+    node = product["weight"]
+    if "out_features" in product:
+        return _quantized(node, product)
     reason = "matrices of experts are not parameters of rows of their inputs"
     if isinstance(node, fx.Node) and node.target in program.weights:
         key = program.weights[node.target].key  # type: ignore[index]
         if len(node.users) > 1 or sum(x.key == key for x in program.weights.values()) > 1:
             raise _NoMatch("another reads the matrices of experts, too")
-        return _Stack(node, is_transposed=False)
+        return _Stack(node, turned(tuple(node.meta["val"].shape)), is_turned=True)
     if not isinstance(node, fx.Node) or node.target is not aten.transpose.int:
         raise _NoMatch(reason)
     bound = bind_args(node)
     source: fx.Node = bound["self"]
     if {bound["dim0"] % 3, bound["dim1"] % 3} != {1, 2} or source.target not in program.weights:
         raise _NoMatch(reason)
-    return _Stack(source, is_transposed=True)
+    return _Stack(source, tuple(source.meta["val"].shape))
+
+
+def _quantized(blocks: fx.Node, product: dict[str, Any]) -> _Stack:
+    names = ("bits", "group", "has_zeros", "is_float", "row_bits", "format")
+    layout = QuantizedLayout.of_facts([product[name] for name in names])
+    shape = product["out_features"], int(product["x"].meta["val"].shape[1])
+    count = int(blocks.meta["val"].shape[0]) // layout.stored_shape(shape)[0]
+    return _Stack(blocks, (count, *shape), layout.name)
 
 
 def _weighted_sum(second: fx.Node, sort: fx.Node, top_k: int) -> tuple[fx.Node, fx.Node]:

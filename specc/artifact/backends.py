@@ -214,7 +214,7 @@ register(
         takes_ranks=True, attention=PARTS,
         voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
         offloads_weights="weights", quantized=_QUANTIZED, quantized_extras=_QUANTIZED_EXTRAS,
-        overlaps=True, decoded_bytes=64 << 20, keeps_states=True,
+        quantizes_experts=True, overlaps=True, decoded_bytes=64 << 20, keeps_states=True,
         kv_rows=CODED, attention_extras=_EXTRAS, most_latent=(512, 64),
         expands_prompts=False,
         options=(

@@ -21,7 +21,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -134,42 +134,37 @@ def product_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
     return form.seconds(rows, outputs, columns, node.num_bytes)
 
 
-def node_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
-    """Of one launch."""
+def node_seconds(
+    node: Node, kind: str, forms: Mapping[str, Form], latent_s: float = LATENT_S
+) -> float:
+    """Of one launch.
+
+    Args:
+        latent_s: of attention over latents.
+    """
     if node.kind == ATTEND:
         is_latent = "latent" in node.name
-        return LATENT_S if is_latent else ATTEND_S + node.num_bytes * ATTEND_S_A_BYTE
+        return latent_s if is_latent else ATTEND_S + node.num_bytes * ATTEND_S_A_BYTE
     if node.kind == PRODUCT:
         return product_seconds(node, kind, forms)
     if not node.model:
         return BETWEEN
-    return SMALL.get(node.operator, OF_TORCH)
+    return DEPENDENT if node.is_dependent else SMALL.get(node.operator, OF_TORCH)
 
 
-def step_ms(nodes: Iterable[Node], kinds: Mapping[str, str], forms: Mapping[str, Form]) -> float:
+def step_ms(
+    nodes: Iterable[Node],
+    kinds: Mapping[str, str],
+    forms: Mapping[str, Form],
+    latent_s: float = LATENT_S,
+) -> float:
     """Milliseconds of a step.
 
     Args:
         kinds: model → kind of its quantized weights.
+        latent_s: of attention over latents.
     """
-    return 1e3 * sum(node_seconds(n, kinds.get(n.model, ""), forms) for n in nodes)
-
-
-def few_launches_ms(
-    nodes: Sequence[Node], num_layers: int, launches: int, attend_s: float | None
-) -> float:
-    """Milliseconds of a plain step whose layers have so many dependent launches.
-
-    Args:
-        launches: of a layer, attention besides.
-        attend_s: of attention; None is today's.
-    """
-    own = [node for node in nodes if node.model]
-    streamed = sum(node.num_bytes for node in own if node.kind == PRODUCT) / COPY
-    attention = [node for node in own if node.kind == ATTEND]
-    attended = sum(attend_s or node_seconds(node, "", {}) for node in attention)
-    between = BETWEEN * (len(nodes) - len(own))
-    return 1e3 * (streamed + attended + num_layers * launches * DEPENDENT + between)
+    return 1e3 * sum(node_seconds(n, kinds.get(n.model, ""), forms, latent_s) for n in nodes)
 
 
 @dataclass(frozen=True)
@@ -181,8 +176,7 @@ class Case:
         kinds: model → kind of its quantized weights.
         measured_ms: today's, on one H200 in its fourth session.
         aim: times its floor, or milliseconds where it is not.
-        launches: of a layer as designed; 0 keeps its own.
-        attend_s: of attention then; None is today's.
+        attend_s: of attention over latents as designed; None is that of others.
     """
 
     shapes: str
@@ -191,7 +185,6 @@ class Case:
     kinds: tuple[tuple[str, str], ...] = ()
     measured_ms: float | None = None
     aim: str = ""
-    launches: int = 0
     attend_s: float | None = None
 
 
@@ -215,20 +208,15 @@ CASES = {
         PAIR, "chain-5", (_CHAIN, ("draft_quantize", "int4"), _GROUPS), (("draft_0", "int4"),),
         None, "6.4 ms",
     ),
-    "30b-a3b": Case("qwen3-30b-a3b", measured_ms=4.00, aim="1.5 × floor", launches=7),
+    "30b-a3b": Case("qwen3-30b-a3b", measured_ms=4.00, aim="1.5 × floor"),
     "v2-lite": Case(
-        "deepseek-v2-lite", measured_ms=3.92, aim="1.6 × floor", launches=9,
-        attend_s=LATENT_DESIGNED_S,
+        "deepseek-v2-lite", measured_ms=3.92, aim="1.6 × floor", attend_s=LATENT_DESIGNED_S
     ),
 }  # fmt: skip
 
 
-def predict(case: Case, launches: int | None = None) -> dict[str, Any]:
-    """A row of the table: milliseconds, and times the floor.
-
-    Args:
-        launches: of a layer of a mixture or of latent attention, in place of the case's.
-    """
+def predict(case: Case) -> dict[str, Any]:
+    """A row of the table: milliseconds, and times the floor."""
     programs, nodes = _step(case)
     floor = floor_ms(programs, case.plan, ShapesOptions(case.shapes).num_context)
     kinds = dict(case.kinds)
@@ -239,11 +227,8 @@ def predict(case: Case, launches: int | None = None) -> dict[str, Any]:
         _, fused = _step(case, weight_fragments=True)
         found["fused_launches"] = len(fused)
         found["fused_ms"] = step_ms(fused, kinds, FRAGMENTS)
-    if case.launches:
-        num_layers = len(programs.models[0].entry.layers)
-        count = launches or case.launches
-        found["launches_of_a_layer"] = count + 1
-        found["few_launches_ms"] = few_launches_ms(nodes, num_layers, count, case.attend_s)
+    if case.attend_s is not None:
+        found["attend_ms"] = step_ms(nodes, kinds, TODAY, latent_s=case.attend_s)
     times = {
         name.removesuffix("_ms") + "_over_floor": value / floor
         for name, value in found.items()
@@ -276,7 +261,6 @@ def floor_ms(programs: BenchPrograms, plan: str, context: int) -> float:
 
 def main(
     cases: Annotated[list[str] | None, typer.Argument()] = None,
-    launches: Annotated[int | None, typer.Option("--launches", help="of a layer")] = None,
     output: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Compile, count, predict, print, and write the report."""
@@ -284,7 +268,7 @@ def main(
     for name in cases or CASES:
         rows[name] = {
             key: round(value, 3) if isinstance(value, float) else value
-            for key, value in predict(CASES[name], launches).items()
+            for key, value in predict(CASES[name]).items()
         }
         print(name, rows[name], flush=True)
     report = {

@@ -14,7 +14,6 @@ from tests.measure.predict_steps import (
     ORDINARY,
     TODAY,
     Form,
-    few_launches_ms,
     node_seconds,
     step_ms,
 )
@@ -64,15 +63,15 @@ def test_a_norm_in_front_is_computed_once_by_each_program() -> None:
         assert rows_alone.seconds(rows, 28672, 4096, 0) == pytest.approx(DEPENDENT + shared)
 
 
-def test_few_launches_leave_bytes_and_attention() -> None:
+def test_mixtures_take_their_launches_bytes_and_attention() -> None:
     nodes = [
         product(4_190_000),
+        Node("experts_down_kernel", "experts", PRODUCT, "target", 4_190_000, is_dependent=True),
         Node("topk", "topk", OTHER, "target", 9),
+        Node("_rms_norm_kernel", "rms_norm", OTHER, "target", 9, is_dependent=True),
         Node("attend_latent_kernel", "attend", ATTEND, "target", 9),
         Node("accept_walk_kernel", "accept", OTHER, "", 9),
     ]
-    assert step_ms(nodes, {}, {}) == pytest.approx(
-        1e-3 + ORDINARY * 1e3 + 4.7e-3 + 27.5e-3 + 3.1e-3
-    )
-    found = few_launches_ms(nodes, num_layers=2, launches=7, attend_s=9e-6)
-    assert found == pytest.approx(1e-3 + 14 * DEPENDENT * 1e3 + 9e-3 + 3.1e-3)
+    launches = 2e-3 + (ORDINARY + 2 * DEPENDENT) * 1e3 + 4.7e-3 + 3.1e-3
+    assert step_ms(nodes, {}, {}) == pytest.approx(launches + 27.5e-3)
+    assert step_ms(nodes, {}, {}, latent_s=9e-6) == pytest.approx(launches + 9e-3)

@@ -19,11 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from specc.artifact.graph_io import graph_from_json
 from specc.artifact.in_memory import BenchPrograms
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
 from specc.bench.synthetic.engine import make_states
 from specc.bench.synthetic.live_values import LiveValues
 from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
 from specc.kernels import ops as _ops  # noqa: F401  registers the operators
+from specc.kernels.reference.products import num_matrices
 from specc.runtime.backends.captured.bound_step import BoundStep, StepParts
 from specc.runtime.backends.captured.confident_step import CONFIDENCE
 from specc.runtime.backends.captured.live_pass import without_output
@@ -252,8 +254,9 @@ class _Counter(TorchDispatchMode):
         left_out = (*_CACHES, *_SCRATCH, *_OF_LEVELS, _TABLE, *([_REPLAY] if is_state else []))
         given = {name: x for name, x in tensors.items() if name not in left_out}
         moved = sum(_bytes(x) for x in given.values())
-        if operator == _EXPERTS and (weight := given.get("weight")) is not None:
-            moved -= round(_bytes(weight) * (1 - self._share))
+        is_of_experts = operator == _EXPERTS and _LEVELS in tensors
+        if is_of_experts:
+            moved -= round(_bytes(tensors[_LEVELS]) * (1 - self._share))
         moved += _bytes(tensors[_STATE]) if is_state else 0
         # as many rows of a table are read as are written
         moved += _bytes(tensors["total"]) if _TABLE in tensors else 0
@@ -261,7 +264,7 @@ class _Counter(TorchDispatchMode):
         if _LEVELS in tensors or ("weight" in tensors and tensors["weight"].dim() > 1):
             kind = PRODUCT
         product = None
-        if "x" in tensors and _OF_LEVELS[0] in tensors:
+        if "x" in tensors and _OF_LEVELS[0] in tensors and not is_of_experts:
             columns = tensors["x"].shape[-1]
             product = tensors["x"].numel() // columns, _outputs(tensors), columns
         self._add(kernel, operator, kind, moved + self._pending, is_dependent, product)
@@ -270,8 +273,7 @@ class _Counter(TorchDispatchMode):
     def _launch(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         before, self._operator = self._operator, name
         if name == _EXPERTS:
-            ids, gate_up = args[1], args[3]
-            self._share = min(1, ids.numel() / gate_up.shape[0])
+            self._share = _share_of(**_named(func, args, kwargs))
         if name in _ATTENTION:
             self._pending = self._rows_read(func, args, kwargs)
         try:
@@ -282,7 +284,7 @@ class _Counter(TorchDispatchMode):
 
     def _rows_read(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
         """Bytes of K and V that attention reads."""
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        given = _named(func, args, kwargs)
         # values that are columns of the keys are read with these
         names = ("k_cache",) if given.get("values_in_keys") else ("k_cache", "v_cache")
         caches = [given[name] for name in names]
@@ -329,3 +331,16 @@ def _tensors(values: Any) -> Iterable[Tensor]:
 
 def _storage(value: Tensor) -> int:
     return value.untyped_storage()._cdata
+
+
+def _named(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by their names."""
+    return {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+
+
+def _share_of(
+    x: Tensor, ids: Tensor, gate_up: Tensor, size: int = 0, gate_up_layout: str = "", **_: Any
+) -> float:
+    """Share of experts that tokens choose if each chooses others."""
+    layout = QuantizedLayout.named(gate_up_layout) if gate_up_layout else None
+    return min(1, ids.numel() / num_matrices(gate_up, (2 * size, x.shape[1]), layout))

@@ -132,6 +132,16 @@ def _experts_calls() -> Iterator[Any]:
             for kind in {dtype, torch.float32}:
                 weights = _meta(num_tokens, 8, dtype=kind)
                 yield experts.experts(x, ids, weights, *stacks, CLAMPED, *biases)
+            kinds = experts.QUANTIZED[0 if dtype == torch.bfloat16 else -1 :]
+            weights = _meta(num_tokens, 8, dtype=torch.float32)
+            for name in kinds:
+                layout = QuantizedLayout.named(name)
+                shapes = (layout.stored_shape(stack.shape) for stack in stacks)
+                given = [_meta(*shape, dtype=torch.uint8) for shape in shapes]
+                more = (768, name, name)
+                yield experts.experts(x, ids, weights, *given, "silu", None, None, *more)
+                if name == "mxfp4":
+                    yield experts.experts(x, ids, weights, *given, CLAMPED, *biases, *more)
 
 
 def _route_calls() -> Iterator[Any]:

@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from specc.artifact.quantized_layout import QuantizedLayout, dequantize
+from specc.artifact.rounding import quantize
 from specc.kernels.cuda import experts as module
 from specc.kernels.cuda.experts import experts
 from specc.kernels.reference.fused import CLAMPED
 from specc.kernels.reference.products import experts_reference
+from tests.kernels.cuda.cases_linear_q import ALL
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
@@ -41,6 +44,7 @@ class Case:
         choice: `any` (distinct experts at random), `one` (all take the last expert, then others),
             `half` (nobody takes an odd expert), `bad` (some ids name no expert), `none`.
         weights: dtype of the weights, None for that of tokens.
+        layouts: of gate and up, and of down; empty of floats.
     """
 
     num_tokens: int
@@ -53,6 +57,7 @@ class Case:
     activation: str = "silu"
     weights: torch.dtype | None = F32
     has_biases: bool = False
+    layouts: tuple[str, str] = ("", "")
 
 
 CASES = {
@@ -80,6 +85,13 @@ CASES = {
     "clamped-bf16": Case(7, 2, 4, 130, 34, BF16, "one", CLAMPED, has_biases=True),
     "sorted-clamped": Case(65, 4, 6, 72, 40, F16, "any", CLAMPED, has_biases=True),
     "clamped-without-biases": Case(5, 2, 4, 40, 24, F32, activation=CLAMPED),
+    # rows of a block that another has begun, and short groups
+    "mxfp4": Case(5, 2, 4, 200, 40, BF16, "bad", CLAMPED, has_biases=True, layouts=("mxfp4",) * 2),
+    "int4": Case(3, 2, 4, 72, 100, F32, "one", layouts=("int4-g32-zeros",) * 2),
+    "fp8-float": Case(2, 1, 3, 130, 33, F16, layouts=("fp8-g128", "")),
+    "float-int8": Case(2, 2, 3, 130, 33, BF16, layouts=("", "int8")),
+    "sorted-mxfp4": Case(19, 2, 4, 136, 40, F16, "bad", layouts=("mxfp4",) * 2),
+    "sorted-int8": Case(66, 1, 2, 40, 33, BF16, "one", layouts=("int8-zeros",) * 2),
     # more experts than a program counts at a time
     "sorted-many-experts": Case(26, 10, 132, 24, 16, F32),
     # more pairs than a program of the sort reads at a time
@@ -107,27 +119,33 @@ def make_ids(case: Case) -> Tensor:
 def make_operands(case: Case, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(case.num_tokens * 31 + case.hidden)
     scales = torch.logspace(-1, 1, case.num_tokens)[:, None]
-    stacks = {
-        "gate_up": torch.randn(case.num_experts, 2 * case.size, case.hidden),
-        "down": torch.randn(case.num_experts, case.hidden, case.size),
-    }
+    shapes = {"gate_up": (2 * case.size, case.hidden), "down": (case.hidden, case.size)}
+    stacks = {}
+    for (name, shape), layout in zip(shapes.items(), case.layouts, strict=True):
+        stack = torch.randn(case.num_experts, *shape) * shape[1] ** -0.5
+        if layout:
+            known = QuantizedLayout.named(layout)
+            stacks[name] = torch.cat([quantize(matrix, known) for matrix in stack])
+        else:
+            stacks[name] = stack.to(case.dtype)
     ids, weights = make_ids(case), torch.rand(case.num_tokens, case.top_k) + 0.1
     weights[(ids < 0) | (ids >= case.num_experts)] = torch.nan
     operands = {
         "x": (torch.randn(case.num_tokens, case.hidden) * scales).to(case.dtype),
         "ids": ids,
         "weights": weights.to(case.weights or case.dtype),
-        **{
-            name: (stack * stack.shape[-1] ** -0.5).to(case.dtype) for name, stack in stacks.items()
-        },
+        **stacks,
     }
     if case.has_biases:
         operands["gate_up_bias"] = 3 * torch.randn(case.num_experts, 2 * case.size)
         operands["down_bias"] = torch.randn(case.num_experts, case.hidden)
         operands |= {x: operands[x].to(case.dtype) for x in ("gate_up_bias", "down_bias")}
-    return {name: value.to(device) for name, value in operands.items()} | {
-        "activation": case.activation
-    }
+    named = {name: value.to(device) for name, value in operands.items()}
+    named["activation"] = case.activation
+    if any(case.layouts):
+        named["size"] = case.size
+        named["gate_up_layout"], named["down_layout"] = case.layouts
+    return named
 
 
 def check_experts(case: Case, device: torch.device) -> None:
@@ -174,6 +192,12 @@ SLOW = {
     "biases",
     "clamped",
     "sorted-clamped",
+    "mxfp4",
+    "int4",
+    "fp8-float",
+    "float-int8",
+    "sorted-mxfp4",
+    "sorted-int8",
 )
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES]
@@ -192,6 +216,26 @@ def test_tokens_do_not_see_each_other(device):
         names = ("x", "ids", "weights")
         alone = experts(**operands | {name: operands[name][row : row + 1] for name in names})
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [x for x in ALL if x not in ("mxfp4", "int8")])
+def test_experts_of_every_layout(layout, device):
+    check_experts(Case(4, 2, 3, 136, 40, BF16, "bad", layouts=(layout, layout)), device)
+
+
+def test_what_rows_multiply_is_what_a_matrix_stands_for(device):
+    """Values of mxfp4 are exact in bfloat16, so experts as floats give nearly the same."""
+    case = CASES["mxfp4"]
+    operands = make_operands(case, device)
+    got = experts(**operands)
+    for name, shape in (("gate_up", (80, 200)), ("down", (200, 40))):
+        wide = dequantize(operands[name].cpu(), (4, *shape), QuantizedLayout.named("mxfp4"))
+        operands[name] = wide.to(BF16).to(device)
+        assert torch.equal(operands[name].float().cpu(), wide)
+    for name in ("gate_up_layout", "down_layout"):
+        del operands[name]
+    assert_close(got, experts(**operands), BF16)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -268,6 +312,9 @@ def test_no_tokens(device):
         ({"activation": "swish"}, "found swish"),
         ({"gate_up_bias": torch.zeros(4, 24)}, "found gate_up_bias"),
         ({"down_bias": torch.zeros(4, 40, dtype=F16)}, "found down_bias"),
+        ({"gate_up_layout": "int8", "size": 24}, "found gate_up"),
+        ({"down_layout": "mxfp4", "size": 24}, "found down"),
+        ({"size": 23}, "found gate_up"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

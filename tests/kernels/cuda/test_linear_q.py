@@ -9,7 +9,8 @@ from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels.cuda import few_rows, few_rows_tiles
 from specc.kernels.cuda import linear_q as module
 from specc.kernels.cuda.few_rows import Choice, Product, forced, quantized_tile_for
-from specc.kernels.cuda.linear_q import linear_q
+from specc.kernels.cuda.linear_q import grouped_mm_q, linear_q
+from specc.kernels.reference.quantized import grouped_mm_q_reference
 from tests.kernels.cuda import cases_linear_q as cases
 from tests.kernels.cuda.cases_linear_q import BF16, DTYPES, F16, F32
 
@@ -221,3 +222,19 @@ def test_bad_input_is_refused(change, found, device):
     operands = cases.make_operands("int8", (2, 64, 40), F32, device) | change
     with pytest.raises(ValueError, match=found):
         linear_q(**operands)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4-g32-zeros"])
+def test_runs_of_rows_are_multiplied_by_their_expert(name, device):
+    """Also by one without rows; rows beyond the last run are zeros."""
+    layout = QuantizedLayout.named(name)
+    weight = torch.cat([cases.make_weight(name, 100, outputs, device) for outputs in (40, 41, 42)])
+    x = torch.randn(9, 100, device=device)
+    ends = torch.tensor([3, 3, 7], dtype=torch.int32, device=device)
+    facts = (40, *layout.facts)
+    got, want = (
+        grouped_mm_q(x, weight, ends, *facts),
+        grouped_mm_q_reference(x, weight, ends, *facts),
+    )
+    cases.assert_close(got[:7], want[:7], cases.TOLERANCE[F32])
+    assert not got[7:].any()

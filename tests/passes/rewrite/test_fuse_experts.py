@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels import ops
 from specc.passes.frontend.trace import trace
+from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.memory import PassShape, peak_bytes
 from specc.passes.pipeline import Pipeline
+from specc.passes.quantize.quantize_experts import QuantizeExperts
 from specc.passes.rewrite.fuse_experts import FuseExperts
 from specc.passes.rewrite.fuse_swiglu import FuseSwiGLU
 from tests import models
@@ -186,6 +189,23 @@ class Gelu(Mixture):
     def activate(self, x):
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
+
+
+class Wide(Mixture):
+    """A block of gates and of what they multiply, and half a block of outputs."""
+
+    size = 16
+
+
+def test_matrices_in_two_layouts():
+    program, _ = compiled(Wide())
+    assert QuantizeExperts(QuantizedLayout(8)).run(program).rewrites == 1
+    Pipeline(cuda_phases(models.POSITIONS)).run(program)
+    (call,) = program.calls(ops.experts)
+    assert call.args[5:] == ("silu", None, None, 16, "int8", "")
+    # the first matrix is rows of bytes
+    assert [item.meta["val"].dtype for item in call.args[3:5]] == [torch.uint8, torch.float32]
+    assert not program.calls(ops.grouped_mm, ops.grouped_mm_q)
 
 
 class ThreeOfFour(Mixture):
