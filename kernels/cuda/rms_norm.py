@@ -78,7 +78,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
         pointer = f"*{TYPE_NAMES[dtype]}"
         for item in _CONFIGS.values():
             for is_sum in (False, True):
-                given = ("x", "weight", "out", *(("residual", "total") if is_sum else ()))
+                given = ("x", "gamma", "out", *(("residual", "total") if is_sum else ()))
                 strides = ("x_outer", "x_inner", "residual_outer", "residual_inner")
                 absent = {} if is_sum else {"residual": None, "total": None}
                 own = Shipped(
@@ -150,7 +150,7 @@ def _launch(
 def _rms_norm_kernel(
     x,
     residual,
-    weight,
+    gamma,
     out,
     total,
     num_rows,
@@ -184,6 +184,6 @@ def _rms_norm_kernel(
         # the next layers read the rounded sum: normalize what they see
         b_x = b_total.to(tl.float32)
     b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / D + eps)  # [BR]
-    b_weight = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32) + offset
-    b_out = b_x * b_scale[:, None] * b_weight[None, :]
+    b_gamma = tl.load(gamma + o_d, mask=m_d, other=0.0).to(tl.float32) + offset
+    b_out = b_x * b_scale[:, None] * b_gamma[None, :]
     tl.store(out + o_out, b_out.to(out.dtype.element_ty), mask=m_rd)
