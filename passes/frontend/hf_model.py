@@ -174,7 +174,8 @@ def _build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     )
 
     whole = whole_config(config)
-    config, kind = whole or config, AutoModelForCausalLM
+    config = whole or config
+    kind: Any = AutoModelForCausalLM
     if whole is not None or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None:
         kind = AutoModelForImageTextToText
     # some versions of transformers drop the softcap under sdpa without a word
