@@ -183,10 +183,17 @@ def _rope_write_kernel(
 def config(num_tokens: int) -> tuple[int, int, int]:
     """Tokens and heads of a program, and its warps: few tokens spread over more programs.
 
-    With 4 warps for 16 rows ptxas spills on sm_80. With norms it is always that of few tokens: the
-    sums of a row have one order then, whatever else is in a pass.
+    With 4 warps for 16 rows ptxas spills on sm_80.
     """
     return (1, 4, 4) if num_tokens <= 64 else (4, 4, 8)
+
+
+def normed_config(head_dim: int) -> tuple[int, int, int]:
+    """The same with norms, for any number of tokens: the sums of a row have one order.
+
+    With 4 warps for 256 columns ptxas spills on sm_90 (Triton 3.6).
+    """
+    return 1, 4, 4 if head_dim <= 128 else 8
 
 
 def rope_write(
@@ -259,7 +266,8 @@ def _launch(
     if num_tokens == 0:
         return out.transpose(0, 1)
     size = cos.shape[1]
-    block_t, block_h, num_warps = config(num_tokens if norm is None else 1)
+    found = config(num_tokens) if norm is None else normed_config(head_dim)
+    block_t, block_h, num_warps = found
     num_groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     _rope_write_kernel[(triton.cdiv(num_tokens, block_t), num_groups)](
         q, k, v, cos, sin, k_cache, v_cache, q_start, slot, block_table, out,
@@ -364,5 +372,6 @@ def _normed(own: Shipped) -> Shipped:
         name=own.name.replace("rope_write", "norm_rope_write").removesuffix("-tokens1"),
         signature={**own.signature, **dict(zip(_NORM, types, strict=True))},
         constexprs={name: x for name, x in own.constexprs.items() if name not in _NORM},
+        num_warps=normed_config(own.constexprs["D"])[2],
         divisible=(*own.divisible, *_NORM[:2]),
     )
