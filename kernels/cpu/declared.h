@@ -126,6 +126,8 @@ consteval bool fits_schema(std::string_view name) {
     return std::is_same_v<Function, One(T, T, T)>;
   if (name == "specc::node_winners")
     return std::is_same_v<Function, One(T, T, T, int64_t, T, T, T, T, T)>;
+  if (name == "specc::norm_rope_write")
+    return std::is_same_v<Function, One(T, T, T, T, T, double, bool, T, T, T, T, T, T, T)>;
   if (name == "specc::over_link")
     return std::is_same_v<Function, One(T, Text)>;
   if (name == "specc::record_tokens")
@@ -432,6 +434,9 @@ constexpr const char* kSchemas[] = {
         "Tensor",
     "specc::node_winners(Tensor logits, Tensor tokens, Tensor parents, int first_node, Tensor "
         "values, Tensor words, Tensor cache_len, Tensor history, Tensor block_table) -> Tensor",
+    "specc::norm_rope_write(Tensor q, Tensor k, Tensor v, Tensor q_gamma, Tensor k_gamma, "
+        "float eps, bool unit_offset, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) "
+        "v_cache, Tensor q_start, Tensor slot, Tensor block_table) -> Tensor",
     "specc::over_link(Tensor x, str link) -> Tensor",
     "specc::record_tokens(Tensor(a!) history, Tensor block_table, Tensor cache_len, Tensor "
         "last_tokens, Tensor output_tokens, Tensor num_accepted) -> ()",

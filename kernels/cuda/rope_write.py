@@ -1,19 +1,22 @@
 """`specc::rope_write`: rotary embedding of q and k, and the cache write of k and v, one launch.
 
 Programs of the first head groups rotate queries; those after rotate keys and write keys and
-values to the cache.
+values to the cache. `specc::norm_rope_write` normalizes heads of q and k before they are rotated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.kv_codes import codes_of, in_words, largest_of, store_row, store_scales
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.cuda.write_kv import DTYPES, SEARCH, cache_rows, check_cache
 
 _NOT_SPECIALIZED: tuple[str, ...] = (
@@ -27,11 +30,21 @@ _NOT_SPECIALIZED += ("num_pages", "block_size", "stride_table")
 
 
 @triton.jit
+def _scaled(b_x, b_scale, p_gamma, m_gamma, offset, p_x):
+    """Rows in float32 times their scale and gamma, rounded as `rms_norm` rounds what it returns."""
+    b_gamma = tl.load(p_gamma, mask=m_gamma, other=0.0).to(tl.float32) + offset
+    return (b_x * b_scale * b_gamma).to(p_x.dtype.element_ty)
+
+
+@triton.jit
 def _rotate_heads(
-    p_x, p_y, p_cos, p_sin, m_x, m_t, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-    BREST: tl.constexpr,
+    p_x, p_y, p_cos, p_sin, gamma, eps, offset, m_x, m_t, D: tl.constexpr, R: tl.constexpr,
+    BR: tl.constexpr, BREST: tl.constexpr,
 ):  # fmt: skip
-    """Rotate heads at p_x [BT, BH, 1] into p_y; p_cos and p_sin are of [BT, 1, 1]."""
+    """Rotate heads at p_x [BT, BH, 1] into p_y; p_cos and p_sin are of [BT, 1, 1].
+
+    Where there is a gamma [D], they are normalized before.
+    """
     HALF: tl.constexpr = R // 2
     o_r = tl.arange(0, BR)[None, None, :]
     m_r = o_r < HALF
@@ -41,6 +54,19 @@ def _rotate_heads(
     b_sin2 = tl.load(p_sin + HALF + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)
     b_x = tl.load(p_x + o_r, mask=m_x & m_r, other=0.0).to(tl.float32)  # [BT, BH, BR]
     b_x2 = tl.load(p_x + HALF + o_r, mask=m_x & m_r, other=0.0).to(tl.float32)
+    if D > R:
+        o_d = R + tl.arange(0, BREST)[None, None, :]
+        b_rest = tl.load(p_x + o_d, mask=m_x & (o_d < D), other=0.0)
+    if gamma is not None:
+        b_sum = tl.sum(b_x * b_x + b_x2 * b_x2, axis=2, keep_dims=True)  # [BT, BH, 1]
+        if D > R:
+            b_wide = b_rest.to(tl.float32)
+            b_sum += tl.sum(b_wide * b_wide, axis=2, keep_dims=True)
+        b_scale = tl.rsqrt(b_sum / D + eps)
+        if D > R:
+            b_rest = _scaled(b_wide, b_scale, gamma + o_d, o_d < D, offset, p_x)
+        b_x = _scaled(b_x, b_scale, gamma + o_r, m_r, offset, p_x).to(tl.float32)
+        b_x2 = _scaled(b_x2, b_scale, gamma + HALF + o_r, m_r, offset, p_x).to(tl.float32)
     # rounded to the dtype of the activations first, whatever the cache has
     b_y = (b_x * b_cos - b_x2 * b_sin).to(p_x.dtype.element_ty)
     b_y2 = (b_x2 * b_cos2 + b_x * b_sin2).to(p_x.dtype.element_ty)
@@ -48,8 +74,6 @@ def _rotate_heads(
         # the scale of a row is that of all of its columns
         b_largest = tl.maximum(largest_of(b_y), largest_of(b_y2))
         if D > R:
-            o_d = R + tl.arange(0, BREST)[None, None, :]
-            b_rest = tl.load(p_x + o_d, mask=m_x & (o_d < D), other=0.0)
             b_largest = tl.maximum(b_largest, largest_of(b_rest))
             b_rest = codes_of(b_rest, b_largest, p_y.dtype.element_ty)
             tl.store(p_y + o_d, b_rest, mask=m_x & (o_d < D))
@@ -62,8 +86,6 @@ def _rotate_heads(
         tl.store(p_y + o_r, b_y.to(p_y.dtype.element_ty), mask=m_x & m_r)
         tl.store(p_y + HALF + o_r, b_y2.to(p_y.dtype.element_ty), mask=m_x & m_r)
         if D > R:
-            o_d = R + tl.arange(0, BREST)[None, None, :]
-            b_rest = tl.load(p_x + o_d, mask=m_x & (o_d < D), other=0.0)
             tl.store(p_y + o_d, b_rest.to(p_y.dtype.element_ty), mask=m_x & (o_d < D))
 
 
@@ -80,6 +102,10 @@ def _rope_write_kernel(
     slot,
     block_table,
     out,
+    q_gamma,
+    k_gamma,
+    eps,
+    offset,
     num_tokens,
     num_seqs,
     num_heads,
@@ -111,7 +137,9 @@ def _rope_write_kernel(
     BT: tl.constexpr,
     BH: tl.constexpr,
     BB: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_earlier(IS_DEPENDENT)
     o_t = tl.program_id(0) * BT + tl.arange(0, BT)
     i_group = tl.program_id(1)
     num_query_groups = (num_heads + BH - 1) // BH
@@ -125,7 +153,9 @@ def _rope_write_kernel(
         m_q = m_t[:, None, None] & (o_h < num_heads)
         p_q = q + o_t3 * stride_qt + o_h * stride_qh  # [BT, BH, 1]
         p_out = out + (o_t3 * num_heads + o_h) * D
-        _rotate_heads(p_q, p_out, p_cos, p_sin, m_q, m_t[:, None, None], D, R, BR, BREST)
+        _rotate_heads(
+            p_q, p_out, p_cos, p_sin, q_gamma, eps, offset, m_q, m_t[:, None, None], D, R, BR, BREST
+        )
     else:
         i_group -= num_query_groups
         o_h = (i_group * BH + tl.arange(0, BH))[None, :, None].to(tl.int64)
@@ -142,7 +172,7 @@ def _rope_write_kernel(
         stride_kch, stride_vch = in_words(stride_kch, k_cache), in_words(stride_vch, v_cache)
         p_k = k + o_t3 * stride_kt + o_h * stride_kh
         p_kc = k_cache + b_block * stride_kcb + b_row * stride_kcs + o_h * stride_kch
-        _rotate_heads(p_k, p_kc, p_cos, p_sin, m_k, m_live, D, R, BR, BREST)
+        _rotate_heads(p_k, p_kc, p_cos, p_sin, k_gamma, eps, offset, m_k, m_live, D, R, BR, BREST)
         o_dv = tl.arange(0, BDV)[None, None, :]
         m_v = m_k & (o_dv < DV)
         b_v = tl.load(v + o_t3 * stride_vt + o_h * stride_vh + o_dv, mask=m_v, other=0.0)
@@ -158,6 +188,14 @@ def config(num_tokens: int) -> tuple[int, int, int]:
     return (1, 4, 4) if num_tokens <= 64 else (4, 4, 8)
 
 
+def normed_config(head_dim: int) -> tuple[int, int, int]:
+    """The same with norms, for any number of tokens: the sums of a row have one order.
+
+    With 4 warps for 256 columns ptxas spills on sm_90 (Triton 3.6).
+    """
+    return 1, 4, 4 if head_dim <= 128 else 8
+
+
 def rope_write(
     q: Tensor,
     k: Tensor,
@@ -171,8 +209,54 @@ def rope_write(
     block_table: Tensor,
 ) -> Tensor:
     """Rotate q and k and write k and v to the cache; see `rope_write_reference`."""
-    check_cache("rope_write", k, v, k_cache, v_cache, q_start, slot, block_table)
-    _check_rotation(q, k, cos, sin)
+    places = (k_cache, v_cache, q_start, slot, block_table)
+    return _launch("rope_write", (q, k, v), (cos, sin), places, None)
+
+
+def norm_rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_gamma: Tensor,
+    k_gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """See `norm_rope_write_reference`."""
+    for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
+        check(
+            gamma.dtype in FLOATS and gamma.shape == q.shape[-1:] and gamma.is_contiguous(),
+            "norm_rope_write",
+            f"{name} {gamma.dtype} {list(gamma.shape)}, strides {gamma.stride()}",
+            f"a contiguous {list(q.shape[-1:])} of a float",
+        )
+    places = (k_cache, v_cache, q_start, slot, block_table)
+    norm = (q_gamma, k_gamma, float(eps), float(unit_offset))
+    return _launch("norm_rope_write", (q, k, v), (cos, sin), places, norm)
+
+
+def _launch(
+    operator: str,
+    rows: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor, Tensor],
+    places: tuple[Tensor, ...],
+    norm: tuple[Tensor, Tensor, float, float] | None,
+) -> Tensor:
+    """Either operator.
+
+    Args:
+        norm: weights of q and of k, eps, and what is added to the weights.
+    """
+    (q, k, v), (cos, sin), (k_cache, v_cache, q_start, slot, block_table) = rows, tables, places
+    check_cache(operator, k, v, k_cache, v_cache, q_start, slot, block_table)
+    _check_rotation(operator, q, k, cos, sin)
     num_heads, num_tokens, head_dim = q.shape
     num_kv_heads = k.shape[0]
     num_blocks, block_size = v_cache.shape[:2]
@@ -182,14 +266,17 @@ def rope_write(
     if num_tokens == 0:
         return out.transpose(0, 1)
     size = cos.shape[1]
-    block_t, block_h, num_warps = config(num_tokens)
+    found = config(num_tokens) if norm is None else normed_config(head_dim)
+    block_t, block_h, num_warps = found
     num_groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     _rope_write_kernel[(triton.cdiv(num_tokens, block_t), num_groups)](
         q, k, v, cos, sin, k_cache, v_cache, q_start, slot, block_table, out,
+        *(norm or (None,) * len(_NORM)),
         num_tokens, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages, block_size,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
         **_sizes(head_dim, value_dim, size),
+        **launch_options(q.dtype),
         BT=block_t,
         BH=block_h,
         BB=SEARCH,
@@ -204,24 +291,24 @@ def _sizes(head_dim: int, value_dim: int, size: int) -> dict[str, int]:
     return {**sizes, "BR": triton.next_power_of_2(size // 2), "BREST": rest}
 
 
-def _check_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _check_rotation(operator: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     num_tokens, head_dim = q.shape[1:]
     if k.shape[1:] != q.shape[1:] or q.dtype not in DTYPES:
         raise ValueError(
-            f"rope_write: found q {q.dtype} {tuple(q.shape)} and k {tuple(k.shape)};"
+            f"{operator}: found q {q.dtype} {tuple(q.shape)} and k {tuple(k.shape)};"
             f" needed [H, Nt, D] and [HK, Nt, D] of {', '.join(map(str, DTYPES))}"
         )
     size = cos.shape[-1]
     is_valid = cos.shape == sin.shape == (num_tokens, size) and 0 < size <= head_dim
     if not is_valid or size % 2:
         raise ValueError(
-            f"rope_write: found cos {tuple(cos.shape)} and sin {tuple(sin.shape)};"
+            f"{operator}: found cos {tuple(cos.shape)} and sin {tuple(sin.shape)};"
             f" needed [{num_tokens}, R], R even and at most {head_dim}"
         )
     for label, tensor in {"q": q, "cos": cos, "sin": sin}.items():
         if tensor.dtype not in DTYPES or tensor.stride(-1) != 1:
             raise ValueError(
-                f"rope_write: found {label} {tensor.dtype} of strides {tensor.stride()};"
+                f"{operator}: found {label} {tensor.dtype} of strides {tensor.stride()};"
                 f" needed {', '.join(map(str, DTYPES))}, and 1 in the last dimension"
             )
 
@@ -237,6 +324,11 @@ _SHIPPED_SIZES: tuple[tuple[int, int], ...] = (
     (128, 64),
 )
 _SHIPPED_SIZES += ((256, 256), (256, 64))
+# with norms: Qwen3 and Gemma 3 (128 and 256), GLM-4.5 (a half), Qwen3-Next (a quarter); 64 in small
+# ones
+NORMED_SIZES = ((64, 64), (128, 128), (128, 64), (256, 256), (256, 64))
+# what a kernel without norms has not
+_NORM = ("q_gamma", "k_gamma", "eps", "offset")
 _STRIDES: tuple[str, ...] = (
     "stride_qh",
     "stride_qt",
@@ -251,7 +343,6 @@ _STRIDES += ("stride_vcb", "stride_vcs", "stride_vch")
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
-    del capability
     tensors = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "out")
     for dtype in DTYPES:
         pointers = dict.fromkeys(tensors, f"*{TYPE_NAMES[dtype]}")
@@ -259,12 +350,28 @@ def shipped(capability: int) -> Iterator[Shipped]:
         for head_dim, size in _SHIPPED_SIZES:
             for block_t, block_h, num_warps in (config(1), config(512)):
                 blocks = {"BT": block_t, "BH": block_h, "BB": SEARCH}
-                yield Shipped(
+                own = Shipped(
                     f"rope_write-{TYPE_NAMES[dtype]}-d{head_dim}-r{size}-tokens{block_t}",
                     _rope_write_kernel,
                     {**pointers, **dict.fromkeys((*_NOT_SPECIALIZED, *_STRIDES), "i32")},
-                    {**_sizes(head_dim, head_dim, size), **blocks},
+                    {**_sizes(head_dim, head_dim, size), **blocks, **dict.fromkeys(_NORM)},
                     num_warps,
                     3,
                     (*pointers, *_STRIDES),
                 )
+                yield from with_dependent(own, capability, dtype)
+                if block_t == 1 and (head_dim, size) in NORMED_SIZES:
+                    yield from with_dependent(_normed(own), capability, dtype)
+
+
+def _normed(own: Shipped) -> Shipped:
+    """The same with norms in front."""
+    types = (own.signature["q"], own.signature["q"], "fp32", "fp32")
+    return replace(
+        own,
+        name=own.name.replace("rope_write", "norm_rope_write").removesuffix("-tokens1"),
+        signature={**own.signature, **dict(zip(_NORM, types, strict=True))},
+        constexprs={name: x for name, x in own.constexprs.items() if name not in _NORM},
+        num_warps=normed_config(own.constexprs["D"])[2],
+        divisible=(*own.divisible, *_NORM[:2]),
+    )

@@ -76,6 +76,40 @@ def rope_write_reference(
     return _rotate(q, cos, sin).transpose(0, 1).contiguous().transpose(0, 1)
 
 
+def norm_rope_write_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_gamma: Tensor,
+    k_gamma: Tensor,
+    eps: float,
+    unit_offset: bool,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_start: Tensor,
+    slot: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """`rms_norm` of each head of q and of k, rounded, then `rope_write`.
+
+    Args:
+        q: [H, Nt, D], as of `rope_write_reference`; so are k and v.
+        q_gamma: [D], for all heads of q.
+        k_gamma: [D], likewise of k.
+        eps: added to the mean square; so is `unit_offset` that of `rms_norm_reference`.
+        cos: [Nt, R]; from here on as of `rope_write_reference`.
+    Returns:
+        [H, Nt, D] rotated queries, laid out as [Nt, H, D].
+    Source: QK norm of heads, as in Qwen3 (arXiv:2505.09388 §2).
+    """
+    q, k = (
+        rms_norm_reference(x, gamma, eps, unit_offset) for x, gamma in ((q, q_gamma), (k, k_gamma))
+    )
+    return rope_write_reference(q, k, v, cos, sin, k_cache, v_cache, q_start, slot, block_table)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     size = cos.shape[-1]
     rotated, rest = x[..., :size].float(), x[..., size:]

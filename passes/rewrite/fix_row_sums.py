@@ -14,13 +14,14 @@ from specc.passes.proof.token_routing import FACTORS
 
 # operators of specc that add up each row by itself, in tiles that go by its width, or add up none
 _BY_ROW = (
-    ops.rms_norm, ops.add_rms_norm, ops.act_and_mul, ops.rope_write, ops.write_kv, ops.write_rows,
-    ops.lookup, ops.invariant_linear, ops.invariant_attend,
+    ops.rms_norm, ops.add_rms_norm, ops.act_and_mul, ops.rope_write, ops.norm_rope_write,
+    ops.write_kv, ops.write_rows, ops.lookup, ops.invariant_linear, ops.invariant_attend,
 )  # fmt: skip
 # Triton compiles a kernel anew where strides are multiples of so many, as those of a lone row, 0,
 # are in any case: the same row would be summed up in another order among others
 _ALIGNED = 16
-_NORMS = (ops.rms_norm, ops.add_rms_norm)
+# norms, and whose rows they are of
+_NORMS = {ops.rms_norm: "x", ops.add_rms_norm: "x", ops.norm_rope_write: "q"}
 # these say what drafts may look at: logits do not depend on them
 _FOR_DRAFTS = (ops.block_mass,)
 # of torch's operators those that add up. Its `layer_norm` is none of them: it has one block of
@@ -76,7 +77,7 @@ def _replace(node: fx.Node, target: object, bound: dict[str, object]) -> None:
 def _check(node: fx.Node) -> None:
     name = target_name(node.target)
     if node.target in _NORMS:
-        columns = bind_args(node)["x"].meta["val"].shape[-1]
+        columns = bind_args(node)[_NORMS[node.target]].meta["val"].shape[-1]
         if columns % _ALIGNED:
             raise _refusal(node, f"a norm of {columns} columns", "pass --backend cpu")
     if name.startswith("specc."):

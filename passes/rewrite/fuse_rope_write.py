@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +26,11 @@ aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # operators that write keys and values to a layer's caches
 _WRITERS = (
-    ops.write_kv, ops.rope_write, ops.rope_write_latent, ops.add_norm_rope_write,
-    ops.embed_norm_rope_write,
+    ops.write_kv, ops.rope_write, ops.norm_rope_write, ops.rope_write_latent,
+    ops.add_norm_rope_write, ops.embed_norm_rope_write,
 )  # fmt: skip
 # between rotary embedding and attention, and between the tables and their use
-_MOVES = (
+MOVES = (
     aten.squeeze.dim,
     aten.unsqueeze.default,
     aten.transpose.int,
@@ -98,7 +99,7 @@ class FuseRopeWrite(Pass):
                     turned = emit_call(
                         program.graph,
                         ops.rope_write,
-                        *(side_by_side(_rebuild(item)) for item in (q, k)),
+                        *(side_by_side(moved(item.source, item.moves)) for item in (q, k)),
                         side_by_side(bound["v"]),
                         cos,
                         sin,
@@ -170,7 +171,7 @@ def attend_to_caches(node: fx.Node, q: fx.Node, bound: dict) -> None:
 def _match(operand: fx.Node, name: str) -> _Rotation:
     moves = []
     node = operand
-    while node.target in _MOVES:
+    while node.target in MOVES:
         moves.append(node)
         node = node.args[0]
     narrow = node
@@ -198,7 +199,7 @@ def _match(operand: fx.Node, name: str) -> _Rotation:
             raise NoMatch(f"{item.name}, the rotated {name}, is used elsewhere too")
         if item.meta["val"].dtype not in _DTYPES:
             raise NoMatch(f"{item.name} is {item.meta['val'].dtype}")
-    _require_heads_in_rows(moves, name)
+    require_heads_in_rows(moves, name)
     cos, sin = (_table(table, found, name) for table in (found.cos, found.sin))
     return _Rotation(source, cos, sin, found.is_shared, tuple(reversed(moves)))
 
@@ -234,7 +235,8 @@ def _require_columns(source: fx.Node, x: fx.Node, passed: fx.Node | None, name: 
         raise NoMatch(f"{name} is not rotated in its first columns")
 
 
-def _require_heads_in_rows(moves: list[fx.Node], name: str) -> None:
+def require_heads_in_rows(moves: list[fx.Node], name: str) -> None:
+    """Raises NoMatch: a move of `MOVES` that takes the last dimension elsewhere."""
     for node in moves:
         ndim = node.args[0].meta["val"].dim()
         if node.target in (aten.contiguous.default, aten.clone.default):
@@ -286,10 +288,9 @@ def flat_table(
     return known[table, is_shared]
 
 
-def _rebuild(rotation: _Rotation) -> fx.Node:
-    """The same moves, of what is not rotated yet."""
-    node = rotation.source
-    for move in rotation.moves:
+def moved(node: fx.Node, moves: Iterable[fx.Node]) -> fx.Node:
+    """The same moves of another node: of what is not rotated yet, or not normalized."""
+    for move in moves:
         # a copy was for the layout of what attention reads; the new operator takes any
         if move.target not in (aten.contiguous.default, aten.clone.default):
             node = emit_call(node.graph, move.target, node, *move.args[1:], **move.kwargs)

@@ -14,7 +14,8 @@ from specc.passes.program import Program, add_placeholder, emit_call, upstream
 aten = torch.ops.aten
 # operators that read rows of both tables
 _READERS = (
-    ops.rope_write, ops.rope_write_latent, ops.add_norm_rope_write, ops.embed_norm_rope_write,
+    ops.rope_write, ops.norm_rope_write, ops.rope_write_latent, ops.add_norm_rope_write,
+    ops.embed_norm_rope_write,
 )  # fmt: skip
 
 

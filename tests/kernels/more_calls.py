@@ -39,6 +39,12 @@ def _rope_write(rng: random.Random) -> Arguments:
     return made | {"q": _floats(dtype, heads, tokens, width)}
 
 
+def _norm_rope_write(rng: random.Random) -> Arguments:
+    made = _rope_write(rng)
+    gammas = {name: _floats(made["q"].dtype, made["q"].shape[2]) for name in ("q_gamma", "k_gamma")}
+    return made | gammas | {"eps": 1e-6, "unit_offset": rng.random() < 0.5}
+
+
 def _rope_write_latent(rng: random.Random) -> Arguments:
     made = _rope_write(rng)
     (heads, tokens, width), size = made["q"].shape, rng.choice((1, 6))
@@ -118,7 +124,7 @@ def _projected(rng: random.Random) -> tuple[Arguments, int, int]:
     return made, num_out, rng.choice((1, 7, 16))
 
 
-def _norm_rope_write(rng: random.Random, width: int, num_out: int) -> Arguments:
+def _projection(rng: random.Random, width: int, num_out: int) -> Arguments:
     weight = torch.randn(num_out, width)
     gamma = torch.randn(width)
     return {
@@ -129,7 +135,7 @@ def _norm_rope_write(rng: random.Random, width: int, num_out: int) -> Arguments:
 
 def _add_norm_rope_write(rng: random.Random) -> Arguments:
     made, num_out, width = _projected(rng)
-    made |= _norm_rope_write(rng, width, num_out)
+    made |= _projection(rng, width, num_out)
     dtype, tokens = made["cos"].dtype, made["cos"].shape[0]
     made |= {"x": torch.randn(1, tokens, width), "residual": torch.randn(1, tokens, width)}
     names = ("x", "residual", "gamma", "weight", "bias")
@@ -138,7 +144,7 @@ def _add_norm_rope_write(rng: random.Random) -> Arguments:
 
 def _embed_norm_rope_write(rng: random.Random) -> Arguments:
     made, num_out, width = _projected(rng)
-    made |= _norm_rope_write(rng, width, num_out)
+    made |= _projection(rng, width, num_out)
     dtype, tokens = made["cos"].dtype, made["cos"].shape[0]
     made |= {"embedding": torch.randn(11, width)}
     names = ("embedding", "gamma", "weight", "bias")
@@ -350,6 +356,7 @@ CALLS: dict[str, Builder] = {
     "add_norm_rope_write": _add_norm_rope_write,
     "embed_norm_rope_write": _embed_norm_rope_write,
     "add_norm_head": _add_norm_head,
+    "norm_rope_write": _norm_rope_write,
     "rope_write_latent": _rope_write_latent,
     "skinny_linear": _skinny_linear,
     "invariant_linear": _skinny_linear,

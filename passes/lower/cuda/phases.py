@@ -18,6 +18,7 @@ from specc.passes.rewrite.fix_row_sums import FixRowSums
 from specc.passes.rewrite.fuse_add_norm import FuseAddNorm
 from specc.passes.rewrite.fuse_embed_norm import FuseEmbedNorm
 from specc.passes.rewrite.fuse_experts import FuseExperts
+from specc.passes.rewrite.fuse_head_norm import FuseHeadNorm
 from specc.passes.rewrite.fuse_latent_write import FuseLatentWrite
 from specc.passes.rewrite.fuse_norm_head import FuseNormHead
 from specc.passes.rewrite.fuse_projections import FuseLatentDown
@@ -56,7 +57,13 @@ def cuda_phases(num_positions: int, pass_tokens: int | None = None) -> Phases:
         # from here on operators communicate through the caches, in the order of the graph
         (
             "caches",
-            (FuseRopeWrite, FuseLatentWrite, SplitTreeAttention, partial(WidenAncestors, most)),
+            (
+                FuseRopeWrite,
+                FuseHeadNorm,
+                FuseLatentWrite,
+                SplitTreeAttention,
+                partial(WidenAncestors, most),
+            ),
         ),
         (_JOINED, (PairFragments, FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
         ("few rows", (UseSkinnyLinear, ReadWeightViews, WriteHeadsByToken)),

@@ -240,6 +240,9 @@ def _rope_write_calls() -> Iterator[Any]:
                 cos = _meta(num_tokens, rotated, dtype=dtype)
                 cache = _cache_arguments(num_tokens, size, dtype)
                 yield rope_write.rope_write(k, k, k, cos, cos, *cache)
+                if (size, rotated) in rope_write.NORMED_SIZES:
+                    norm = (*[_meta(size, dtype=dtype)] * 2, 1e-6, False)
+                    yield rope_write.norm_rope_write(k, k, k, *norm, cos, cos, *cache)
 
 
 def _act_and_mul_calls() -> Iterator[Any]:

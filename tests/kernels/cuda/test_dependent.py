@@ -209,13 +209,13 @@ def test_ordinary_kernels_know_nothing_of_it() -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_what_ships(capability: int) -> None:
     """From 9.0 on: in bfloat16 every product of few rows, experts of few tokens, norms, what
-    stands before experts and attention over latents, and attention of few rows; what ends a step.
+    stands before experts and attention, and attention of few rows; what ends a step.
     """
     items = {module: aot.items(module, capability) for module in aot.MODULES}
     has = {name for name, own in items.items() if any(item.is_dependent for item in own)}
     products = {name for name in aot.MODULES if "add_norm" in name or name.startswith("embed")}
     products |= {"skinny_linear", "linear_q_fragments", "experts", "route"}
-    products |= {"rms_norm", "rope_write_latent"}
+    products |= {"rms_norm", "rope_write", "rope_write_latent"}
     ends = {"accept_walk", "rows", "trees", "leave_step"}
     attends = {"attend", *(["attend_few"] if capability == 90 else [])}
     assert has == (products | attends | ends if capability >= 90 else set())

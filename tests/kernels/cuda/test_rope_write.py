@@ -1,15 +1,19 @@
-"""`specc::rope_write` in Triton against its oracle."""
+"""`specc::rope_write` and `specc::norm_rope_write` in Triton against their oracles."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from specc.kernels.cuda.rope_write import rope_write
-from specc.kernels.reference.fused import rope_write_reference
+from specc.kernels.cuda import rope_write as module
+from specc.kernels.cuda.rms_norm import rms_norm
+from specc.kernels.cuda.rope_write import norm_rope_write, rope_write
+from specc.kernels.reference.fused import norm_rope_write_reference, rope_write_reference
 from specc.kernels.reference.kv_rows import store_rows
 from tests.kernels.cuda.cases_write_kv import (
     CANARY,
@@ -21,6 +25,7 @@ from tests.kernels.cuda.cases_write_kv import (
     make_rows,
     split_slabs,
 )
+from tests.kernels.cuda.launches import record
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -124,3 +129,102 @@ def test_refuses_more_rotation_than_head(device: torch.device) -> None:
     wide = torch.ones(1, 72, device=device)
     with pytest.raises(ValueError, match=r"found cos \(1, 72\).*R even and at most 64"):
         rope_write(**args | {"cos": wide, "sin": wide})
+
+
+# with norms: eps that shows beside small rows, weights of q and of k, and whether one is added
+NORMED = ("decode", "one-token", "tree", "partial", "partial-odd-half", "dead-tokens", "chunk")
+EPS = 1e-2
+
+
+def normed_args(case: Case, device: torch.device) -> tuple[dict[str, Any], list[Tensor]]:
+    """Arguments of `norm_rope_write` but `unit_offset`, and the slabs."""
+    args, slabs = split_slabs(make_args(case, device))
+    for i, name in enumerate(("q_gamma", "k_gamma")):
+        torch.manual_seed(i)
+        args[name] = torch.randn(case.sizes[0], device=device).to(case.dtype)
+    return args | {"eps": EPS}, slabs
+
+
+@pytest.mark.parametrize("unit_offset", [False, True], ids=["gamma", "offset"])
+@pytest.mark.parametrize("name", NORMED)
+def test_norm_rope_write(name: str, unit_offset: bool, device: torch.device) -> None:
+    case = CASES[name]
+    args, slabs = normed_args(case, device)
+    expected, expected_slabs = normed_args(case, device)
+    # a row that is small beside eps, and one that is nothing at all
+    for rows in (args, expected):
+        rows["q"][:, -1] *= 0.01
+        rows["k"][:, 0] = 0
+    got = norm_rope_write(**args, unit_offset=unit_offset)
+    want = norm_rope_write_reference(**expected, unit_offset=unit_offset)
+    tolerance = 2 * TOLERANCE[case.dtype]
+    assert got.transpose(0, 1).is_contiguous()
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(slabs[0], expected_slabs[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(slabs[1], expected_slabs[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["tree", "partial", "one-token", "tree-int8", "partial-fp8"])
+def test_a_norm_is_rounded_before_it_is_rotated(name: str, device: torch.device) -> None:
+    """To the last bit what `rms_norm` and `rope_write` make one after the other, codes too."""
+    case = {**CASES, **CODED_CASES}[name]
+    args, slabs = normed_args(case, device)
+    apart, apart_slabs = normed_args(case, device)
+    for rows in (args, apart):
+        # squares whose sum is the same in any order
+        for key in "qk":
+            rows[key].copy_(rows[key].mul(4).round().div(4))
+    got = norm_rope_write(**args, unit_offset=False)
+    for key in "qk":
+        apart[key] = rms_norm(apart[key], apart.pop(f"{key}_gamma"), EPS)
+    del apart["eps"]
+    assert torch.equal(got, rope_write(**apart))
+    for slab, other in zip(slabs, apart_slabs, strict=True):
+        assert torch.equal(slab, other)
+
+
+def test_a_row_without_numbers_stays_alone(device: torch.device) -> None:
+    """NaN of one head is in that head's row of the result, and in its row of the cache."""
+    args, slabs = normed_args(CASES["decode"], device)
+    clean, clean_slabs = normed_args(CASES["decode"], device)
+    args["q"][1, 0, 63], args["k"][0, 2, 5] = float("nan"), float("inf")
+    got = norm_rope_write(**args, unit_offset=False)
+    want = norm_rope_write(**clean, unit_offset=False)
+    # of an infinite one all others are zero, and their product with it is none
+    is_changed = got != want
+    assert is_changed.any(-1).nonzero().tolist() == [[1, 0]]
+    assert got[1, 0].isnan().all()
+    changed = slabs[0] != clean_slabs[0]
+    assert changed.any(-1).sum() == 1
+    assert torch.equal(slabs[1], clean_slabs[1])
+
+
+def test_rows_with_norms_are_added_up_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One binary for few tokens and many, as `--batch-invariant` needs; `rope_write` has two."""
+
+    def calls() -> Iterator[Tensor]:
+        for num_tokens in (1, 64, 65, 512):
+            case = Case(((num_tokens, 3),), sizes=(128, 128), dtype=torch.bfloat16)
+            args, _ = normed_args(case, torch.device("cpu"))
+            yield module.norm_rope_write(**args, unit_offset=True)
+
+    launched = record(module, 90, monkeypatch, calls)
+    assert len(launched) == 8
+    assert len({launch.compiled for launch in launched}) == 2  # one of them starts early
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"q_gamma": torch.ones(63)}, r"found q_gamma torch.float32 \[63\]"),
+        ({"k_gamma": torch.ones(64, dtype=torch.float64)}, "found k_gamma torch.float64"),
+        ({"k_gamma": torch.ones(128)[::2]}, r"strides \(2,\)"),
+        ({"cos": torch.ones(3, 63)}, r"found cos \(3, 63\)"),
+    ],
+    ids=["size", "dtype", "strides", "cos"],
+)
+def test_refuses_with_norms(change: dict[str, Tensor], found: str, device: torch.device) -> None:
+    args, _ = normed_args(CASES["decode"], device)
+    args |= {name: value.to(device) for name, value in change.items()}
+    with pytest.raises(ValueError, match=f"(?s)norm_rope_write: .*{found}.*needed"):
+        norm_rope_write(**args, unit_offset=False)

@@ -19,7 +19,7 @@ from tests.passes.rewrite.test_pair_fragments import lowered
 
 # what stands after the attention of one layer, up to that of the next
 _OUT, _ROUTED = ("skinny_linear", "add_rms_norm"), ("route", "experts")
-_HEADS = ("add_norm_linear", "rms_norm", "rms_norm", "rope_write", "attend")
+_HEADS = ("add_norm_linear", "norm_rope_write", "attend")
 LAYERS = {
     "mixtral": ({}, (*_OUT, *_ROUTED, "add_norm_rope_write", "attend")),
     "qwen3_moe": ({"norm_topk_prob": True}, (*_OUT, *_ROUTED, *_HEADS)),

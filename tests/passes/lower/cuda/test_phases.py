@@ -31,10 +31,10 @@ FUSED = {
     "mistral": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
     "qwen2": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
     # three layers of six norms, two of them of a block's output; a window
-    "gemma3": ((19, 6, 3, 3, 0), (2, 3, 0), (0, 1), 10),
+    "gemma3": ((19, 6, 3, 3, 0), (2, 3, 0), (0, 1), 8),
     # and a norm of q and of k
-    "qwen3": ((9, 4, 2, 2, 0), (1, 2, 0), (0, 1), 8),
-    "gemma3-tied": ((19, 6, 3, 3, 0), (2, 3, 0), (0, 1), 10),
+    "qwen3": ((9, 4, 2, 2, 0), (1, 2, 0), (0, 1), 6),
+    "gemma3-tied": ((19, 6, 3, 3, 0), (2, 3, 0), (0, 1), 8),
     "phi": ((0, 0, 0, 2, 0), (0, 0, 0), (0, 0), 17),
     "phi3": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
     "gpt2": ((0, 0, 0, 0, 2), (0, 0, 0), (0, 0), 18),
@@ -42,13 +42,15 @@ FUSED = {
     "gpt_neox": ((0, 0, 0, 2, 0), (0, 0, 0), (0, 0), 11),
     # routers and experts read one norm
     "mixtral": ((5, 4, 2, 2, 0), (0, 0, 1), (1, 1), 6),
-    "qwen3_moe": ((9, 4, 2, 2, 0), (1, 0, 0), (0, 1), 9),
+    "qwen3_moe": ((9, 4, 2, 2, 0), (1, 0, 0), (0, 1), 7),
     "llama-llama3": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
     "llama-linear": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
     "llama-yarn": ((5, 4, 2, 2, 0), (0, 2, 1), (1, 1), 5),
 }
 # whose gates are in `specc.experts` in the end
 MIXTURES = ("mixtral", "qwen3_moe")
+# whose layers have norms of q and k, which `rope_write` takes along
+HEAD_NORMS = ("gemma3", "gemma3-tied", "qwen3", "qwen3_moe")
 PRODUCTS = (ops.add_norm_linear, ops.add_norm_gate_up, ops.add_norm_rope_write)
 OPERATORS = (ops.rms_norm, ops.add_rms_norm, ops.act_and_mul, ops.rope_write, ops.write_kv)
 
@@ -89,8 +91,13 @@ def test_fused_program_runs_alike(name):
     num_mixtures = len(program.layers) if name in MIXTURES else 0
     assert rewrites(pipeline, "FuseExperts") == len(program.calls(ops.experts)) == num_mixtures
     assert not program.calls(ops.grouped_mm)
-    present = (num_norms - num_adds - embeds, num_adds - sum(products) - heads)
-    present += (num_gates - gated - num_mixtures, num_ropes - rotated - embeds, num_split)
+    num_heads = len(program.layers) if name in HEAD_NORMS else 0
+    assert (
+        rewrites(pipeline, "FuseHeadNorm") == len(program.calls(ops.norm_rope_write)) == num_heads
+    )
+    present = (num_norms - num_adds - embeds - 2 * num_heads, num_adds - sum(products) - heads)
+    present += (num_gates - gated - num_mixtures, num_ropes - rotated - embeds - num_heads)
+    present += (num_split,)
     assert tuple(len(program.calls(target)) for target in OPERATORS) == present
     assert len(program.calls(ops.attend)) == len(program.layers)
     assert not program.calls(aten.rsqrt.default, aten.neg.default, ops.tree_attention)
