@@ -157,6 +157,8 @@ def test_both_options(engine_of: Any, device: SimulatedDevice) -> None:
     """As an engine is opened with them: goodput decides while results are on their way."""
     path, own = engine_of(), [replace(one, max_tokens=24) for one in params("coupled")]
     engine = load(path, capture=CaptureLimits.lazy())
+    # without it what nodes cost would be learned from this machine's clock
+    engine.profile = {"latency": SLOW.to_json()}
     core = EngineCore(
         engine, policy="goodput", adapts_verification=True, confidence_threshold=THRESHOLD
     )
