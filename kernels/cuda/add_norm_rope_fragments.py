@@ -24,7 +24,7 @@ from specc.kernels.cuda.add_norm_fragments import (
 from specc.kernels.cuda.add_norm_rope_fragments_kernels import add_norm_rope_fragments_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.few_rows import in_rows, normed_tile_for
-from specc.kernels.cuda.few_rows_tiles import NORMED_LAYOUTS, Tile, all_normed_tiles
+from specc.kernels.cuda.few_rows_tiles import NORMED_LAYOUTS, all_normed_tiles
 from specc.kernels.cuda.linear_q_fragments import DTYPE, scale_type, scales_of
 from specc.kernels.cuda.rope_write import rope_write
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -55,12 +55,8 @@ def add_norm_rope_write(
     num_tokens, size = x.shape[:-1].numel(), weight.shape[0] * BLOCK
     # what has as many outputs
     outputs = weight.new_empty(size, 0)
-    num_heads, kv_heads, head_dim = plain.heads_of(
-        plain.NAME, num_tokens, outputs, k_cache, slot
-    )  # fmt: skip
-    order = checked_layout(
-        plain.NAME, x, residual, gamma, weight, bias, layout, head_dim // 2
-    )  # fmt: skip
+    num_heads, kv_heads, head_dim = plain.heads_of(plain.NAME, num_tokens, outputs, k_cache, slot)
+    order = checked_layout(plain.NAME, x, residual, gamma, weight, bias, layout, head_dim // 2)
     tile = normed_tile_for(plain.NAME, x, size, order.unpaired.name)
     if tile is None:
         y, total = unfused(*operands, order)
@@ -70,46 +66,21 @@ def add_norm_rope_write(
     plain.check_places(plain.NAME, x, cos, sin, *places)
     out, total = x.new_empty(num_tokens, num_heads, head_dim), x.new_empty(x.shape)
     if x.numel():
-        _launch(*operands, cos, sin, *places, out, total, order, tile)
+        rows, (num_blocks, block_size) = in_rows(x), k_cache.shape[:2]
+        num_seqs, num_pages = block_table.shape
+        add_norm_rope_fragments_kernel[(num_programs(tile, size, x.device),)](
+            rows, in_rows(residual), gamma, weight.view(torch.int32), scales_of(weight, order),
+            rows if bias is None else bias, cos, sin, *places, out, total,
+            num_tokens, num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,
+            block_table.stride(0), 0 if bias is None else size, head_dim, rows.shape[1],
+            float(eps), float(unit_offset),
+            cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+            **constexprs_of(order, tile),
+            num_warps=tile.num_warps,
+            maxnreg=tile.registers,
+            **launch_options(x.dtype, tile.starts_early),
+        )  # fmt: skip
     return out.transpose(0, 1), total
-
-
-def _launch(
-    x: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_start: Tensor,
-    slot: Tensor,
-    block_table: Tensor,
-    out: Tensor,
-    total: Tensor,
-    layout: QuantizedLayout,
-    tile: Tile,
-) -> None:
-    rows, size = in_rows(x), weight.shape[0] * BLOCK
-    num_blocks, block_size, kv_heads, head_dim = k_cache.shape
-    num_seqs, num_pages = block_table.shape
-    add_norm_rope_fragments_kernel[(num_programs(tile, size, x.device),)](
-        rows, in_rows(residual), gamma, weight.view(torch.int32), scales_of(weight, layout),
-        rows if bias is None else bias, cos, sin, k_cache, v_cache,
-        q_start, slot, block_table, out, total,
-        rows.shape[0], num_seqs, out.shape[1], kv_heads, num_blocks, num_pages, block_size,
-        block_table.stride(0), 0 if bias is None else size, head_dim, rows.shape[1],
-        float(eps), float(unit_offset),
-        cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        **constexprs_of(layout, tile),
-        num_warps=tile.num_warps,
-        maxnreg=tile.registers,
-        **launch_options(x.dtype, tile.starts_early),
-    )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:

@@ -21,7 +21,7 @@ from specc.kernels.cuda.dependent import (
 )
 from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
 from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
-from specc.kernels.cuda.few_rows_tiles import TILES, Tile
+from specc.kernels.cuda.few_rows_tiles import TILES
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.rope_write import rope_write
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -75,9 +75,23 @@ def add_norm_rope_write(
     out, total = x.new_empty(num_tokens, num_heads, head_dim), x.new_empty(x.shape)
     check_places(NAME, x, cos, sin, k_cache, v_cache, q_start, slot, block_table)
     if x.numel():
-        operands = (x, residual, gamma, eps, unit_offset, weight, bias)
-        places = (k_cache, v_cache, q_start, slot, block_table)
-        _launch(*operands, cos, sin, *places, out, total, tile)
+        rows, (num_blocks, block_size) = in_rows(x), k_cache.shape[:2]
+        num_seqs, num_pages = block_table.shape
+        per_head = triton.cdiv(head_dim // 2, tile.block_n)
+        _add_norm_rope_write_kernel[((num_heads + 2 * kv_heads) * per_head,)](
+            rows, in_rows(residual), gamma, weight, bias, cos, sin, k_cache, v_cache,
+            q_start, slot, block_table, out, total,
+            num_tokens, num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,
+            block_table.stride(0), head_dim, rows.shape[1], float(eps), float(unit_offset),
+            cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
+            **tile.sizes,
+            BT=BLOCK_TOTAL,
+            COPIES=tile.copies(gamma.dtype),
+            BB=SEARCH,
+            PRECISION=precision(x.dtype),
+            **launch_options(x.dtype, tile.starts_early),
+            **tile.options,
+        )  # fmt: skip
     return out.transpose(0, 1), total
 
 
@@ -124,46 +138,6 @@ def check_places(
             f"{name} {table.dtype} {list(table.shape)}",
             f"[{num_tokens}, {head_dim}], columns side by side",
         )
-
-
-def _launch(
-    x: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_start: Tensor,
-    slot: Tensor,
-    block_table: Tensor,
-    out: Tensor,
-    total: Tensor,
-    tile: Tile,
-) -> None:
-    x, residual = in_rows(x), in_rows(residual)
-    num_blocks, block_size, kv_heads, head_dim = k_cache.shape
-    num_seqs, num_pages = block_table.shape
-    num_heads = out.shape[1]
-    per_head = triton.cdiv(head_dim // 2, tile.block_n)
-    _add_norm_rope_write_kernel[((num_heads + 2 * kv_heads) * per_head,)](
-        x, residual, gamma, weight, bias, cos, sin, k_cache, v_cache,
-        q_start, slot, block_table, out, total,
-        x.shape[0], num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,
-        block_table.stride(0), head_dim, x.shape[1], float(eps), float(unit_offset),
-        cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        **tile.sizes,
-        BT=BLOCK_TOTAL,
-        COPIES=tile.copies(gamma.dtype),
-        BB=SEARCH,
-        PRECISION=precision(x.dtype),
-        **launch_options(x.dtype, tile.starts_early),
-        **tile.options,
-    )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:

@@ -31,7 +31,7 @@ from specc.kernels.cuda.dependent import (
 )
 from specc.kernels.cuda.few_rows import BLOCK_TOTAL, EMBED, check_product, precision, tile_for
 from specc.kernels.cuda.few_rows_loops import looked_up, normed_pair, store_sum
-from specc.kernels.cuda.few_rows_tiles import EMBED_TILES, Tile
+from specc.kernels.cuda.few_rows_tiles import EMBED_TILES
 from specc.kernels.cuda.rms_norm import rms_norm
 from specc.kernels.cuda.rope_write import rope_write
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -81,51 +81,26 @@ def embed_norm_rope_write(
     total = embedding.new_empty(*tokens.shape, embedding.shape[1])
     check_places(NAME, total, cos, sin, *places)
     if total.numel():
-        operands = (tokens, embedding, gamma, eps, unit_offset, weight, bias)
-        _launch(*operands, cos, sin, *places, out, total, tile)
+        ids, (num_blocks, block_size) = tokens.reshape(-1), k_cache.shape[:2]
+        num_seqs, num_pages = block_table.shape
+        per_head = triton.cdiv(head_dim // 2, tile.block_n)
+        _embed_norm_rope_write_kernel[((num_heads + 2 * kv_heads) * per_head,)](
+            ids, embedding, gamma, weight, bias, cos, sin, k_cache, v_cache,
+            q_start, slot, block_table, out, total,
+            ids.numel(), num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,
+            block_table.stride(0), embedding.shape[0], ids.stride(0),
+            head_dim, embedding.shape[1],
+            float(eps), float(unit_offset), cos.stride(0), sin.stride(0),
+            *k_cache.stride()[:3], *v_cache.stride()[:3],
+            **tile.sizes,
+            BT=BLOCK_TOTAL,
+            COPIES=tile.copies(gamma.dtype),
+            BB=SEARCH,
+            PRECISION=precision(embedding.dtype),
+            **launch_options(embedding.dtype, tile.starts_early),
+            **tile.options,
+        )  # fmt: skip
     return out.transpose(0, 1), total
-
-
-def _launch(
-    tokens: Tensor,
-    embedding: Tensor,
-    gamma: Tensor,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_start: Tensor,
-    slot: Tensor,
-    block_table: Tensor,
-    out: Tensor,
-    total: Tensor,
-    tile: Tile,
-) -> None:
-    tokens = tokens.reshape(-1)
-    num_blocks, block_size, kv_heads, head_dim = k_cache.shape
-    num_seqs, num_pages = block_table.shape
-    num_heads = out.shape[1]
-    per_head = triton.cdiv(head_dim // 2, tile.block_n)
-    _embed_norm_rope_write_kernel[((num_heads + 2 * kv_heads) * per_head,)](
-        tokens, embedding, gamma, weight, bias, cos, sin, k_cache, v_cache,
-        q_start, slot, block_table, out, total,
-        tokens.numel(), num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,
-        block_table.stride(0), embedding.shape[0], tokens.stride(0),
-        head_dim, embedding.shape[1],
-        float(eps), float(unit_offset), cos.stride(0), sin.stride(0),
-        *k_cache.stride()[:3], *v_cache.stride()[:3],
-        **tile.sizes,
-        BT=BLOCK_TOTAL,
-        COPIES=tile.copies(gamma.dtype),
-        BB=SEARCH,
-        PRECISION=precision(embedding.dtype),
-        **launch_options(embedding.dtype, tile.starts_early),
-        **tile.options,
-    )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
