@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specc.artifact.kv_rows import holds_codes
+from specc.artifact.kv_rows import holds_quantized
 from specc.kernels import ops
 from specc.passes.program import FEATURES, HANDED_ON, STATES, Program
 
@@ -77,9 +77,9 @@ def attention_is_a_tree(program: Program) -> bool:
     return count > 0 and count == len(program.layers) and len(program.caches) == 2 * count
 
 
-def caches_hold_codes(program: Program) -> bool:
-    """Every cache holds rows of codes."""
-    return all(holds_codes(program.placeholder(x).meta["val"].dtype) for x in program.caches)
+def caches_are_quantized(program: Program) -> bool:
+    """Every cache holds quantized rows."""
+    return all(holds_quantized(program.placeholder(x).meta["val"].dtype) for x in program.caches)
 
 
 def attention_is_cached(program: Program) -> bool:

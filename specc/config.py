@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from specc.artifact.backends import ACTIVATION_BITS
 from specc.artifact.kv_rows import AUTO as AS_MODEL
-from specc.artifact.kv_rows import CODED, KV_CACHE_DTYPES, SPELLINGS
+from specc.artifact.kv_rows import KV_CACHE_DTYPES, QUANTIZED_ROWS, SPELLINGS
 from specc.artifact.mla_cache import AUTO as MLA_AUTO
 from specc.artifact.mla_cache import MLA_CACHES
 from specc.close_name import advice
@@ -291,8 +291,8 @@ class CompileConfig:
             raise ConfigError(
                 f"--kv-cache-dtype {self.kv_cache_dtype}",
                 " or ".join(KV_CACHE_DTYPES),
-                f"pass --kv-cache-dtype {' or '.join(CODED)}, or leave it out: rows are then in"
-                " the type of the model",
+                f"pass --kv-cache-dtype {' or '.join(QUANTIZED_ROWS)}, or leave it out: rows are"
+                " then in the type of the model",
             )
         if self.mla_cache not in MLA_CACHES:
             raise ConfigError(

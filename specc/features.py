@@ -209,7 +209,7 @@ PARTS_OF_STATES = Feature(
     "a hybrid for several ranks or stages",
     lambda x: (RANKS.given(x) or STAGES.given(x)) if x.keeps_states else None,
 )
-CODED_LATENTS = Feature(
+QUANTIZED_LATENTS = Feature(
     "--mla-cache latent with --kv-cache-dtype",
     lambda x: (
         f"--mla-cache latent with {rows}"

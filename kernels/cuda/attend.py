@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact.kv_rows import holds_codes
+from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda import attend_few, attend_wide
 from specc.kernels.cuda.attend_call import (
     DTYPES,
@@ -32,7 +32,7 @@ from specc.kernels.cuda.attend_config import AttendConfig, config, for_chunks, m
 from specc.kernels.cuda.attend_kernels import attend_kernel
 from specc.kernels.cuda.attend_visits import NO_WINDOW
 from specc.kernels.cuda.dependent import launch_options, with_dependent
-from specc.kernels.cuda.kv_codes import check_words
+from specc.kernels.cuda.kv_quantized import check_words
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.reference.kv_rows import columns_of
 
@@ -101,8 +101,8 @@ def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> Non
     if call.chunk:
         beside["CHUNK"] = call.chunk
     rows, dtype = call.mean_rows, call.q.dtype
-    is_coded = holds_codes(call.k_cache.dtype)
-    c = config(dtype, max(call.head_dim, call.value_dim), rows, capability, is_coded)
+    is_quantized = holds_quantized(call.k_cache.dtype)
+    c = config(dtype, max(call.head_dim, call.value_dim), rows, capability, is_quantized)
     c = for_chunks(c) if "CHUNK" in beside else c
     work = call.plan(c, num_sms, is_prompt=rows > LARGEST_DECODE)
     num_parts = call.num_kv_heads * work.num_parts
@@ -114,7 +114,7 @@ def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> Non
         call.num_tokens, call.num_seqs, call.num_heads, call.group, *call.sizes,
         work.num_splits, work.slots, work.waves, work.num_parts,
         *call.strides, call.block_table.stride(0), call.stride_words,
-        **_sizes(dtype, call.head_dim, call.value_dim, c, is_coded),
+        **_sizes(dtype, call.head_dim, call.value_dim, c, is_quantized),
         PAGE=call.page(c.block_n),
         IS_TREE=call.ancestors is not None,
         **launch_options(dtype, can_start_early),
@@ -124,29 +124,30 @@ def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> Non
 
 
 def _sizes(
-    dtype: torch.dtype, head_dim: int, value_dim: int, c: AttendConfig, is_coded: bool
+    dtype: torch.dtype, head_dim: int, value_dim: int, c: AttendConfig, is_quantized: bool
 ) -> dict[str, int]:
     return {
         "D": head_dim, "DV": value_dim, "BD": padded(head_dim), "BDV": padded(value_dim),
-        "BM": c.block_m, "BN": c.block_n, "BC": _columns(dtype, head_dim, is_coded), "BB": SEARCH,
+        "BM": c.block_m, "BN": c.block_n,
+        "BC": _columns(dtype, head_dim, is_quantized), "BB": SEARCH,
         "MIN_BLOCKS": c.min_blocks, "MERGED": c.merged(padded(value_dim)),
     }  # fmt: skip
 
 
-def _columns(dtype: torch.dtype, head_dim: int, is_coded: bool) -> int:
+def _columns(dtype: torch.dtype, head_dim: int, is_quantized: bool) -> int:
     """Columns of keys that one product takes."""
     columns = padded(head_dim)
-    return min(16 if is_coded else 32, columns) if dtype == torch.float32 else columns
+    return min(16 if is_quantized else 32, columns) if dtype == torch.float32 else columns
 
 
 def check_heads(call: AttendCall) -> None:
     """Refuse what kernels for heads of keys and values would misread."""
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
-    is_known = k_cache.dtype == q.dtype or holds_codes(k_cache.dtype)
+    is_known = k_cache.dtype == q.dtype or holds_quantized(k_cache.dtype)
     if not is_known or k_cache.dtype != v_cache.dtype or q.dtype not in DTYPES:
         raise ValueError(
             f"attend: found q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype};"
-            f" needed one dtype of {', '.join(map(str, DTYPES))}, or codes in both caches"
+            f" needed one dtype of {', '.join(map(str, DTYPES))}, or quantized rows in both caches"
         )
     if columns_of(k_cache) != call.head_dim or v_cache.shape[:3] != k_cache.shape[:3]:
         raise ValueError(
@@ -192,22 +193,24 @@ def in_chunks(capability: int, chunk: int) -> Iterator[Shipped]:
     yield from _shipped(capability, chunk)
 
 
-def in_codes(capability: int) -> Iterator[Shipped]:
-    """What engines whose caches hold codes launch instead, but for the types of caches."""
-    yield from _shipped(capability, 0, is_coded=True)
+def in_quantized(capability: int) -> Iterator[Shipped]:
+    """What engines whose caches are quantized launch instead, but for the types of caches."""
+    yield from _shipped(capability, 0, is_quantized=True)
 
 
-def _shipped(capability: int, chunk: int, is_coded: bool = False) -> Iterator[Shipped]:
+def _shipped(capability: int, chunk: int, is_quantized: bool = False) -> Iterator[Shipped]:
     for dtype in DTYPES:
         for head_dim in _SHIPPED_HEAD_DIMS:
             sizes = (1, 32, LARGEST_DEPENDENT)
-            few = {config(dtype, head_dim, rows, capability, is_coded) for rows in sizes}
-            configs = few | {config(dtype, head_dim, 4096, capability, is_coded)}
+            few = {config(dtype, head_dim, rows, capability, is_quantized) for rows in sizes}
+            configs = few | {config(dtype, head_dim, 4096, capability, is_quantized)}
             for c in sorted(configs, key=lambda c: c.block_m):
                 # where key blocks are no longer than pages, paged and dense caches are the same
                 for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
                     for is_tree in (True, False):
-                        item = _shipped_attend(dtype, head_dim, c, page, is_tree, chunk, is_coded)
+                        item = _shipped_attend(
+                            dtype, head_dim, c, page, is_tree, chunk, is_quantized
+                        )
                         is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
                         yield from with_dependent(item, capability, dtype, is_able)
 
@@ -219,7 +222,7 @@ def _shipped_attend(
     page: int,
     is_tree: bool,
     chunk: int,
-    is_coded: bool,
+    is_quantized: bool,
 ) -> Shipped:
     name = TYPE_NAMES[dtype]
     c = for_chunks(c) if chunk else c
@@ -228,7 +231,7 @@ def _shipped_attend(
         attend_kernel,
         {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
         {
-            **_sizes(dtype, head_dim, head_dim, c, is_coded),
+            **_sizes(dtype, head_dim, head_dim, c, is_quantized),
             "PAGE": page,
             "IS_TREE": is_tree,
             **NOTHING_BESIDE,

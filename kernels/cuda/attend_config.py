@@ -131,9 +131,9 @@ _EXCEPTIONS = {
     (120, 2, 128, 16): AttendConfig(16, 64, 4, 3, 2, 255),
     (120, 2, 128, 32): AttendConfig(32, 32, 4, 4),
 }
-# likewise over caches of codes: what they stand for takes registers beside them, so steps are
+# likewise over quantized caches: what they stand for takes registers beside them, so steps are
 # shorter and tiles lower. Left to itself, ptxas makes one more program fit, and spills
-_CODED_TABLE = {
+_QUANTIZED_TABLE = {
     (2, 64, 16): AttendConfig(16, 32, 4, 5, 2, MOST_REGISTERS),
     (2, 64, 32): AttendConfig(32, 32, 4, 5, 2, MOST_REGISTERS),
     (2, 128, 16): AttendConfig(16, 32, 4, 5, 2, MOST_REGISTERS),
@@ -146,7 +146,7 @@ _CODED_TABLE = {
 
 
 def config(
-    dtype: torch.dtype, head_dim: int, rows: int, capability: int, is_coded: bool = False
+    dtype: torch.dtype, head_dim: int, rows: int, capability: int, is_quantized: bool = False
 ) -> AttendConfig:
     """Launch parameters for tiles of up to `rows` packed rows.
 
@@ -155,15 +155,15 @@ def config(
         head_dim: the larger one of keys and values.
         rows: packed rows of an average sequence.
         capability: 10 · major + minor.
-        is_coded: caches hold codes.
+        is_quantized: caches are quantized.
     """
     size = dtype.itemsize
     padded = max(64, triton.next_power_of_2(head_dim))
-    table = _CODED_TABLE if is_coded else _TABLE
+    table = _QUANTIZED_TABLE if is_quantized else _TABLE
     heights = [height for bytes_, width, height in table if (bytes_, width) == (size, padded)]
     height = next((height for height in heights if height >= rows), heights[-1])
     key = (size, padded, height)
-    if is_coded:
+    if is_quantized:
         return table[key]
     return _EXCEPTIONS.get((_family(capability), *key), table[key])
 

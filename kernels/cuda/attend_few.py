@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specc.artifact.kv_rows import holds_codes
+from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.attend_call import (
     NOTHING_BESIDE,
     PLACES,
@@ -75,14 +75,14 @@ _TABLE = {
 }
 
 
-def config(head_dim: int, rows: int, is_coded: bool = False) -> FewConfig:
+def config(head_dim: int, rows: int, is_quantized: bool = False) -> FewConfig:
     """Launch parameters for heads of a size, and so many rows of a sequence.
 
     Args:
-        is_coded: caches hold codes, beside which what they stand for takes registers.
+        is_quantized: caches are quantized, beside which what they stand for takes registers.
     """
     c = _TABLE[head_dim, 16 if rows <= 16 else 32]
-    return replace(c, block_n=32) if is_coded and head_dim > 64 else c
+    return replace(c, block_n=32) if is_quantized and head_dim > 64 else c
 
 
 def row_bits(group: int) -> int:
@@ -108,7 +108,7 @@ def find(
     )
     if not suits:
         return None
-    c = config(head_dim, rows, holds_codes(v_cache.dtype))
+    c = config(head_dim, rows, holds_quantized(v_cache.dtype))
     return c if are_pages_whole(num_pages, v_cache.shape[1], c.block_n) else None
 
 
@@ -163,18 +163,18 @@ def shipped(capability: int) -> Iterator[Shipped]:
     yield from _all_shipped(capability)
 
 
-def in_codes(capability: int) -> Iterator[Shipped]:
-    """What engines whose caches hold codes launch instead, but for the types of caches."""
-    yield from _all_shipped(capability, is_coded=True)
+def in_quantized(capability: int) -> Iterator[Shipped]:
+    """What engines whose caches are quantized launch instead, but for the types of caches."""
+    yield from _all_shipped(capability, is_quantized=True)
 
 
-def _all_shipped(capability: int, is_coded: bool = False) -> Iterator[Shipped]:
+def _all_shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
     if capability not in CAPABILITIES:
         return
     for dtype in DTYPES:
         for head_dim in HEAD_DIMS:
             for rows in (16, 32):
-                c = config(head_dim, rows, is_coded)
+                c = config(head_dim, rows, is_quantized)
                 for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
                     for is_tree in (True, False):
                         item = _shipped(dtype, head_dim, rows, c, page, is_tree)

@@ -27,7 +27,7 @@ from specc.kernels.cuda.attend_softmax import (
 from specc.kernels.cuda.attend_visible import either, has_bit, node_bits
 from specc.kernels.cuda.attend_visits import NEVER, find_blocks
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
-from specc.kernels.cuda.kv_codes import in_words, load_scales, scales_at, values_of, weigh
+from specc.kernels.cuda.kv_quantized import in_words, load_scales, scales_at, values_of, weigh
 
 # full blocks of a program from which on they are loaded ahead of their use
 AHEAD = tl.constexpr(3)
@@ -88,7 +88,7 @@ def _take(
     b_q,  # [BM, D]
     b_k,  # keys [BN / PAGE, PAGE, D]
     b_v,  # values, likewise
-    b_k_scale,  # [BN / PAGE, PAGE, 1] of codes, or none
+    b_k_scale,  # [BN / PAGE, PAGE, 1] of quantized rows, or none
     b_v_scale,
     m_s,  # [BM, BN]
     qk_scale,
@@ -204,7 +204,7 @@ def attend_few_kernel(
     p_v = v_cache + i_kv.to(tl.int64) * in_words(stride_vh, v_cache)
     stride_kb, stride_ks = in_words(stride_kb, k_cache), in_words(stride_ks, k_cache)
     stride_vb, stride_vs = in_words(stride_vb, v_cache), in_words(stride_vs, v_cache)
-    IS_CODED: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth == 8
+    IS_QUANTIZED: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth == 8
     num_old = tl.minimum(tl.minimum(length, first_new), capacity) // BN
     is_ahead = i_split + AHEAD * max_splits <= num_old
     b_row = _table_rows(block_table, i_split, num_pages, block_size, BN, PAGE)
@@ -212,7 +212,7 @@ def attend_few_kernel(
     b_first_v = tl.zeros([BN // ROWS, ROWS, D], k_cache.dtype.element_ty)
     b_first_k_scale = None
     b_first_v_scale = None
-    if IS_CODED:
+    if IS_QUANTIZED:
         b_first_k_scale = tl.zeros([BN // ROWS, ROWS, 1], tl.float32)
         b_first_v_scale = tl.zeros([BN // ROWS, ROWS, 1], tl.float32)
     if (i_split < num_old) & (is_ahead == 0):
@@ -224,7 +224,7 @@ def attend_few_kernel(
             p_v, b_row, i_split, block_size, num_blocks, stride_vb, stride_vs, D, BN, PAGE
         )
         b_first_v = _load_old(p_block, IS_DEPENDENT)
-        if IS_CODED:
+        if IS_QUANTIZED:
             p_block = _page_pointers(
                 p_k + D, b_row, i_split, block_size, num_blocks, stride_kb, stride_ks, 1, BN, PAGE
             )
@@ -281,7 +281,7 @@ def attend_few_kernel(
         b_v_scale = None
         p_k_scale = p_block_k
         p_v_scale = p_block_v
-        if IS_CODED:
+        if IS_QUANTIZED:
             p_k_scale = _page_pointers(
                 p_k + D, b_row, i, block_size, num_blocks, stride_kb, stride_ks, 1, BN, PAGE
             )
@@ -292,7 +292,7 @@ def attend_few_kernel(
         if i < full:
             b_k = tl.load(p_block_k)
             b_v = tl.load(p_block_v)
-            if IS_CODED:
+            if IS_QUANTIZED:
                 b_k_scale = load_scales(p_k_scale, 0, 0, False)
                 b_v_scale = load_scales(p_v_scale, 0, 0, False)
             b_acc, b_l, b_m = _take(
@@ -303,7 +303,7 @@ def attend_few_kernel(
             o_in = tl.arange(0, BN // ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
             m_key = i * BN + o_in < end  # [BN / ROWS, ROWS]
             b_k = tl.load(p_block_k, mask=m_key[:, :, None], other=0.0)
-            if IS_CODED:
+            if IS_QUANTIZED:
                 b_k_scale = load_scales(p_k_scale, m_key[:, :, None], 0, True)
             if IS_TREE:
                 b_low, b_high = node_bits(p_words, m_live, i * BN - length, num_words)
@@ -316,7 +316,7 @@ def attend_few_kernel(
                 m_s = (i * BN + o_n)[None, :] <= b_position[:, None]
             m_s &= (i * BN + o_n < end)[None, :]
             b_v = tl.load(p_block_v, mask=m_key[:, :, None], other=0.0)
-            if IS_CODED:
+            if IS_QUANTIZED:
                 b_v_scale = load_scales(p_v_scale, m_key[:, :, None], 0, True)
             b_acc, b_l, b_m = _take(
                 b_acc, b_l, b_m, b_q, b_k, b_v, b_k_scale, b_v_scale, m_s, qk_scale, softcap, True

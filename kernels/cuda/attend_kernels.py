@@ -24,7 +24,7 @@ from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits, see
 from specc.kernels.cuda.attend_visits import extend_share, find_bounds, find_end, share_blocks
 from specc.kernels.cuda.attend_work import find_work
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
-from specc.kernels.cuda.kv_codes import in_words, load_scales, values_of, weigh
+from specc.kernels.cuda.kv_quantized import in_words, load_scales, values_of, weigh
 
 
 @triton.jit
@@ -71,10 +71,10 @@ def attend_block(
     p_v += i_v
     p_v_row = p_v + o_v
     p_v += o_v[:, None] + o_dv[None, :]  # [BN, BDV]
-    IS_CODED: tl.constexpr = p_k.dtype.element_ty.primitive_bitwidth == 8
+    IS_QUANTIZED: tl.constexpr = p_k.dtype.element_ty.primitive_bitwidth == 8
     b_k_scale = None
     b_v_scale = None
-    if IS_CODED:
+    if IS_QUANTIZED:
         b_k_scale = load_scales(p_k + o_k, m_key, D, IS_MASKED)  # [BN]
 
     b_low = b_position
@@ -97,11 +97,11 @@ def attend_block(
             )  # fmt: skip  # [BN, BM]
             m_v = m_key & (tl.max(m_seen.to(tl.int32), 1) > 0)
         b_v = tl.load(p_v, mask=m_v[:, None] & (o_dv < DV)[None, :], other=0.0)
-        if IS_CODED:
+        if IS_QUANTIZED:
             b_v_scale = load_scales(p_v_row, m_v, DV, True)
     else:
         b_v = load_rows(p_v, o_dv, DV, BDV)
-        if IS_CODED:
+        if IS_QUANTIZED:
             b_v_scale = load_scales(p_v_row, m_key, DV, False)
 
     if BC == BD:

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.artifact.kv_rows import holds_codes
-from specc.kernels.cuda.kv_codes import check_words, in_words, load_scales, values_of
+from specc.artifact.kv_rows import holds_quantized
+from specc.kernels.cuda.kv_quantized import check_words, in_words, load_scales, values_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.operators.block_mass import MOST_VOTERS
 from specc.kernels.reference.kv_rows import columns_of
@@ -44,9 +44,9 @@ def _scores(
     # what a broken table names stays inside the cache
     b_block = tl.minimum(tl.maximum(b_block, 0), num_blocks - 1).to(tl.int64)
     o_k = b_block * stride_kcb + (o_key - i_page * block_size) * stride_kcs
-    IS_CODED: tl.constexpr = p_k.dtype.element_ty.primitive_bitwidth == 8
-    if IS_CODED and b_q.dtype == tl.float32:
-        # without tensor cores a thread holds whole rows, and of codes twice: some columns at a time
+    IS_QUANTIZED: tl.constexpr = p_k.dtype.element_ty.primitive_bitwidth == 8
+    if IS_QUANTIZED and b_q.dtype == tl.float32:
+        # without tensor cores a thread holds whole rows, quantized ones twice: a part at a time
         BC: tl.constexpr = min(16, BD)
         b_s = tl.zeros([b_q.shape[0], o_key.shape[0]], tl.float32)
         for i in tl.static_range(0, BD, BC):
@@ -58,7 +58,7 @@ def _scores(
     else:
         b_k = tl.load(p_k + o_k[:, None] + o_d, mask=m_key[:, None] & (o_d < D), other=0.0)
         b_s = tl.dot(b_q, tl.trans(values_of(b_k, b_q.dtype)), input_precision="ieee") * scale
-    if IS_CODED:
+    if IS_QUANTIZED:
         b_s = b_s * load_scales(p_k + o_k, m_key, D, True)[None, :]
     if IS_TREE:
         o_node = o_key - length
@@ -246,7 +246,7 @@ def block_mass(
         BT=MOST_VOTERS,
         BN=_tile(block_size),
         IS_TREE=ancestors is not None,
-        **_options(q.dtype, holds_codes(k_cache.dtype)),
+        **_options(q.dtype, holds_quantized(k_cache.dtype)),
     )  # fmt: skip
     _add_kernel[num_seqs, triton.cdiv(num_columns, _COLUMNS)](
         votes, used, mass, num_columns, num_heads, mass.stride(0), BC=_COLUMNS,
@@ -254,10 +254,10 @@ def block_mass(
     )  # fmt: skip
 
 
-def _options(dtype: torch.dtype, is_coded: bool) -> dict[str, int]:
+def _options(dtype: torch.dtype, is_quantized: bool) -> dict[str, int]:
     """Warps of a program, and registers that a thread may have."""
     # given a limit, ptxas takes all of it, and spills
-    if is_coded and dtype == torch.float32:
+    if is_quantized and dtype == torch.float32:
         return {"num_warps": 2 * _NUM_WARPS}
     return {"num_warps": _NUM_WARPS, "maxnreg": _MAX_REGISTERS}
 
@@ -265,11 +265,11 @@ def _options(dtype: torch.dtype, is_coded: bool) -> dict[str, int]:
 def _check(q: Tensor, k_cache: Tensor, mass: Tensor, num_seqs: int, num_pages: int) -> None:
     """Refuse what the kernel would misread."""
     head_dim, num_kv_heads = q.shape[2], k_cache.shape[2]
-    is_known = k_cache.dtype == q.dtype or holds_codes(k_cache.dtype)
+    is_known = k_cache.dtype == q.dtype or holds_quantized(k_cache.dtype)
     if q.dtype not in DTYPES or not is_known or mass.dtype != torch.float32:
         raise ValueError(
             f"block_mass: found {q.dtype}, {k_cache.dtype} and mass {mass.dtype}; needed one of"
-            f" {', '.join(map(str, DTYPES))} twice, or codes of keys, and torch.float32"
+            f" {', '.join(map(str, DTYPES))} twice, or quantized keys, and torch.float32"
         )
     columns = columns_of(k_cache)
     if not 0 < head_dim <= most_head_dim(q.dtype) or columns != head_dim:
@@ -305,13 +305,13 @@ def shipped(capability: int) -> Iterator[Shipped]:
     yield from _shipped()
 
 
-def in_codes(capability: int) -> Iterator[Shipped]:
-    """What engines whose caches hold codes launch instead, but for the type of the cache."""
+def in_quantized(capability: int) -> Iterator[Shipped]:
+    """What engines whose caches are quantized launch instead, but for the type of the cache."""
     del capability
-    yield from _shipped(is_coded=True)
+    yield from _shipped(is_quantized=True)
 
 
-def _shipped(is_coded: bool = False) -> Iterator[Shipped]:
+def _shipped(is_quantized: bool = False) -> Iterator[Shipped]:
     for dtype in DTYPES:
         pointers = dict.fromkeys(("q", "k_cache"), f"*{TYPE_NAMES[dtype]}")
         pointers |= dict.fromkeys(("q_start", "slot", "cache_len", "block_table", "used"), "*i32")
@@ -320,7 +320,7 @@ def _shipped(is_coded: bool = False) -> Iterator[Shipped]:
         for head_dim in _SHIPPED_HEAD_DIMS:
             if head_dim > most_head_dim(dtype):
                 continue
-            options = _options(dtype, is_coded)
+            options = _options(dtype, is_quantized)
             for is_tree in (False, True):
                 sizes = {"D": head_dim, "BD": max(16, triton.next_power_of_2(head_dim))}
                 sizes |= {"BT": MOST_VOTERS, "BN": _tile(_BLOCK_SIZE), "IS_TREE": is_tree}

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
-from specc.kernels.cuda.kv_codes import codes_of, in_words, largest_of, store_row, store_scales
+from specc.kernels.cuda.kv_quantized import codes_of, in_words, largest_of, store_row, store_scales
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.cuda.write_kv import DTYPES, SEARCH, cache_rows, check_cache

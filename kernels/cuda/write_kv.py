@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.artifact.kv_rows import holds_codes
-from specc.kernels.cuda.kv_codes import check_words, in_words, store_row
+from specc.artifact.kv_rows import holds_quantized
+from specc.kernels.cuda.kv_quantized import check_words, in_words, store_row
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.reference.kv_rows import columns_of
 
@@ -169,9 +169,9 @@ def check_cache(
     block_table: Tensor,
 ) -> None:
     """Refuse what a kernel that writes to the cache would misread."""
-    coded = [cache for cache in (k_cache, v_cache) if holds_codes(cache.dtype)]
+    quantized = [cache for cache in (k_cache, v_cache) if holds_quantized(cache.dtype)]
     for tensor in (k, v, k_cache, v_cache):
-        if tensor.dtype not in DTYPES and not any(tensor is cache for cache in coded):
+        if tensor.dtype not in DTYPES and not any(tensor is cache for cache in quantized):
             raise ValueError(
                 f"{name}: found {tensor.dtype}; needed one of {', '.join(map(str, DTYPES))}"
             )

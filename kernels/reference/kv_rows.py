@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specc.artifact.kv_rows import SCALE_BYTES, holds_codes
+from specc.artifact.kv_rows import SCALE_BYTES, holds_quantized
 
 # type of the codes' bits → what the largest value of a row becomes. Of int8, codes are -127 … 127,
 # so that a row and its negative have the same ones; of fp8, what e4m3 has as its largest number
@@ -53,7 +53,7 @@ def read_rows(rows: Tensor) -> Tensor:
     Returns:
         [..., D] float32.
     """
-    if not holds_codes(rows.dtype):
+    if not holds_quantized(rows.dtype):
         return rows.float()
     codes = rows[..., :-SCALE_BYTES]
     # a copy: four bytes anywhere are no float32
@@ -64,4 +64,4 @@ def read_rows(rows: Tensor) -> Tensor:
 
 def columns_of(cache: Tensor) -> int:
     """D of a cache [..., D], or of int8 or uint8 [..., D + 4]."""
-    return cache.shape[-1] - (SCALE_BYTES if holds_codes(cache.dtype) else 0)
+    return cache.shape[-1] - (SCALE_BYTES if holds_quantized(cache.dtype) else 0)

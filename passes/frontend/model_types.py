@@ -21,7 +21,7 @@ _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attentio
 _STATES = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
 # models whose attention is causal in what they write alone; transformers' code would be traced
 # without a word
-_PREFIXES = frozenset({"paligemma"})
+_PREFIX_LMS = frozenset({"paligemma"})
 # what there is no operator for
 _MAMBA1 = "the selective scan of Mamba-1, where each column of a state has its own decay"
 _MISSING = {
@@ -46,7 +46,7 @@ def known_type(raw: Mapping[str, Any], name: str) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     own = raw.get("model_type")
-    if own in _PREFIXES:
+    if own in _PREFIX_LMS:
         raise NotCausalLMError(
             f"{name}: config.json: {own}, where tokens of a prompt see the later ones",
             "a model whose tokens see those before them",

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 
 from specc.artifact.graph_io import describe_value, graph_from_json
-from specc.artifact.kv_rows import holds_codes
+from specc.artifact.kv_rows import holds_quantized
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.errors import EngineError
 from specc.kernels import ops
@@ -193,8 +193,8 @@ def _add_layers(program: Program, layers: Sequence[tuple[str, int]]) -> None:
         sizes = name, heads, kv_heads, head_dim, window, bound["sink"], own
         beside = bound["sink_logits"] is not None
         has_slopes = bound["slopes"] is not None
-        is_coded = holds_codes(bound["k_cache"].meta["val"].dtype)
-        in_keys = not is_coded and values_in_keys(node)
+        is_quantized = holds_quantized(bound["k_cache"].meta["val"].dtype)
+        in_keys = not is_quantized and values_in_keys(node)
         extras = beside, bound["softcap"], has_slopes, bound["chunk"], in_keys
         layer = AttentionLayer(*sizes, *extras)
         program.layers.append(layer)

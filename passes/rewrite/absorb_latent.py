@@ -115,7 +115,7 @@ class AbsorbLatent(Pass):
         return result
 
     def _layer_over(self, layer: AttentionLayer, found: Latent) -> AttentionLayer:
-        # a row of codes has a scale of its own, which the whole row decides
+        # a quantized row has a scale of its own, which the whole row decides
         return replace_fields(
             layer,
             num_kv_heads=1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from specc.artifact.graph_io import target_name
-from specc.artifact.kv_rows import holds_codes
+from specc.artifact.kv_rows import holds_quantized
 from specc.errors import ConfigError
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
@@ -58,8 +58,8 @@ def _fix_attention(node: fx.Node) -> None:
     bound = bind_args(node)
     if bound.pop("values_in_keys"):
         raise _refusal(node, "attention over latents", "pass --mla-cache expanded")
-    if holds_codes(bound["k_cache"].meta["val"].dtype):  # type: ignore[attr-defined]
-        raise _refusal(node, "caches of codes", "leave out --kv-cache-dtype")
+    if holds_quantized(bound["k_cache"].meta["val"].dtype):  # type: ignore[attr-defined]
+        raise _refusal(node, "quantized caches", "leave out --kv-cache-dtype")
     # no pass makes graphs for this device so: `expands_prompts` of its facts
     assert not bound.pop("most_rows"), "no rows that are expanded on this device"
     _replace(node, ops.invariant_attend, bound)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from specc.artifact.fragments import HALF
-from specc.artifact.kv_rows import holds_codes
+from specc.artifact.kv_rows import holds_quantized
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels import ops
 from specc.passes.base import NoMatch, Pass, PassResult
@@ -156,7 +156,7 @@ def _after(linear: fx.Node, bias: fx.Node | None) -> tuple[fx.Node, torch._ops.O
 def rope_after(linear: fx.Node) -> fx.Node | None:
     """The `rope_write` whose q, k and v are the heads of a linear layer, and nothing else reads.
 
-    None, too, where caches hold codes.
+    None, too, where caches are quantized.
     """
     seen, stack, found = {linear}, [linear], set()
     while stack:
@@ -172,7 +172,7 @@ def rope_after(linear: fx.Node) -> fx.Node | None:
         return None
     (rope,) = found
     bound = bind_args(rope)
-    if holds_codes(bound["k_cache"].meta["val"].dtype):
+    if holds_quantized(bound["k_cache"].meta["val"].dtype):
         # a scale is that of a whole row, of which a program has some columns
         return None
     heads, kv_heads, head_dim = (int(x) for x in _shape(bound["q"], bound["k"]))

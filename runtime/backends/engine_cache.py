@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specc.artifact.cache_rows import CacheRows
-from specc.artifact.kv_rows import AUTO, SCALE_BYTES, holds_codes, stored_row
+from specc.artifact.kv_rows import AUTO, SCALE_BYTES, holds_quantized, stored_row
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import LayerEntry, ModelEntry
 from specc.artifact.state_entry import CONV
@@ -223,8 +223,8 @@ def _of_layers(
             # one memory: what writes a value writes what its key has there
             found.append((parts[0], parts[0][..., : layer.value_dim]))
             continue
-        # a row of codes ends with its scale
-        scale = SCALE_BYTES if holds_codes(parts.dtype) else 0
+        # a quantized row ends with its scale
+        scale = SCALE_BYTES if holds_quantized(parts.dtype) else 0
         columns = (layer.head_dim + scale, layer.value_dim + scale)
         keys, values = parts[0].split(columns, dim=-1)
         found.append((keys, values))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from specc.artifact.kv_rows import CODED, INT8
+from specc.artifact.kv_rows import INT8, QUANTIZED_ROWS
 from specc.close_name import advice
 from specc.errors import ConfigError
 
@@ -61,8 +61,8 @@ class BackendFacts:
             as `mmap` says.
         attention_extras: what its attention computes besides masked products of keys and values of
             one width: `sinks`, `softcap`, `slopes`, `chunks`, `value width`, and `latent`, where
-            values are the first columns of keys, and caches hold them once; `coded latent`, where
-            they have rows of their own, as codes need.
+            values are the first columns of keys, and caches hold them once; `quantized latent`,
+            where values have rows of their own, each with a scale.
         quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8`,
             `mxfp4` and `ggml`, blocks of GGUF files.
         quantized_extras: what such weights may have there: `zero points` of their own, and `short
@@ -151,7 +151,7 @@ class BackendFacts:
 
 
 _TWO_DTYPES = ("float32", "bfloat16")
-VALUE_WIDTH, LATENT_ROWS, CODED_LATENT = "value width", "latent", "coded latent"
+VALUE_WIDTH, LATENT_ROWS, QUANTIZED_LATENT = "value width", "latent", "quantized latent"
 _EXTRAS = ("sinks", "softcap", "slopes", "chunks", VALUE_WIDTH, LATENT_ROWS)
 GGML = "ggml"
 _QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
@@ -202,7 +202,7 @@ register(
         by_default=True, takes_views=True, fills_blocks=True,
         takes_ranks=True,
         attention=NATIVE, kv_rows=(INT8,), offloads_weights="segments", holds_weights=True,
-        attention_extras=(*_EXTRAS, CODED_LATENT), quantized=(*_QUANTIZED, GGML),
+        attention_extras=(*_EXTRAS, QUANTIZED_LATENT), quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
         cuts_quantized=True, takes_activation_bits=True, options=(*_ON_CPU, "batch_invariant"),
         keeps_states=True, drafts_keep_states=True,
@@ -215,7 +215,7 @@ register(
         voting_dims=(("float32", 128), ("bfloat16", 256), ("float16", 256)),
         offloads_weights="weights", quantized=_QUANTIZED, quantized_extras=_QUANTIZED_EXTRAS,
         quantizes_experts=True, overlaps=True, decoded_bytes=64 << 20, keeps_states=True,
-        kv_rows=CODED, attention_extras=_EXTRAS, most_latent=(512, 64),
+        kv_rows=QUANTIZED_ROWS, attention_extras=_EXTRAS, most_latent=(512, 64),
         expands_prompts=False,
         options=(
             *_RANKS, *_ROUNDS, "draft_ranks", "kv_cache_dtype", "pipeline_parallel_size",
@@ -228,7 +228,8 @@ register(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, is_data=True,
         by_default=True, takes_views=True, fills_blocks=True, runs_all=True, takes_ranks=True,
         attention=SPLIT,
-        kv_rows=CODED, attention_extras=(*_EXTRAS, CODED_LATENT), quantized=(*_QUANTIZED, GGML),
+        kv_rows=QUANTIZED_ROWS, attention_extras=(*_EXTRAS, QUANTIZED_LATENT),
+        quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
         cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU, keeps_states=True,
         drafts_keep_states=True,

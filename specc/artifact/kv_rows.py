@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 # rows in the type of the model
 AUTO = "auto"
-# rows of codes, a byte each, followed by their scale: signed integers, or numbers of e4m3
+# quantized rows, a byte each, followed by their scale: signed integers, or numbers of e4m3
 INT8, FP8 = "int8", "fp8"
-CODED = (INT8, FP8)
-KV_CACHE_DTYPES = (AUTO, *CODED)
+QUANTIZED_ROWS = (INT8, FP8)
+KV_CACHE_DTYPES = (AUTO, *QUANTIZED_ROWS)
 # what others call one of them
 SPELLINGS = {"fp8_e4m3": FP8, "fp8_e4m3fn": FP8}
 # a float32 after the bytes of a row: K or V of one token, one layer and one KV head
@@ -43,8 +43,8 @@ def kind_of(stored: torch.dtype) -> str:
     return {torch.int8: INT8, torch.uint8: FP8}.get(stored, AUTO)
 
 
-def holds_codes(stored: torch.dtype) -> bool:
-    """Whether a cache of this type holds codes."""
+def holds_quantized(stored: torch.dtype) -> bool:
+    """Whether a cache of this type is quantized."""
     return kind_of(stored) != AUTO
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from specc.artifact.backends import CODED_LATENT, LATENT_ROWS, VALUE_WIDTH
+from specc.artifact.backends import LATENT_ROWS, QUANTIZED_LATENT, VALUE_WIDTH
 from specc.artifact.kv_rows import AUTO as AS_MODEL
 from specc.artifact.mixes import MIXES
 from specc.artifact.mla_cache import AUTO, EXPANDED
@@ -23,10 +23,10 @@ from specc.passes.rewrite.expand_prompts import ExpandPrompts
 from specc.passes.rewrite.fuse_rms_norm import FuseAddRMSNorm
 from specc.passes.rewrite.insert_block_mass import InsertBlockMass
 from specc.passes.rewrite.map_vocabulary import fits_target
+from specc.passes.rewrite.quantize_caches import QuantizeCaches
 from specc.passes.rewrite.require_supported import RequireAttention, RequireLayouts
 from specc.passes.rewrite.return_hidden import ReturnHidden
 from specc.passes.rewrite.skip_layers import SkipLayers
-from specc.passes.rewrite.store_codes import StoreCodes
 from specc.passes.rewrite.tap_features import TapFeatures
 from specc.passes.rewrite.window_attention import WindowAttention
 from specc.passes.shard.shard import Shard
@@ -69,7 +69,7 @@ def target_phases(
         *FUSE_PHASES,
         # after the graph that self-drafts take: they keep nothing
         *_taps(context),
-        *_coded_rows(context),
+        *_quantized_rows(context),
         *_prompts(context),
         *calibration,
         *cut_phases(config.tensor_parallel_size),
@@ -88,7 +88,7 @@ def draft_phases(context: CompileContext, draft: ModelSource, num_ids: int) -> P
         *_latent(context, ranks),
         *_mix(context.rounded_to(draft)),
         *FUSE_PHASES,
-        *_coded_rows(context),
+        *_quantized_rows(context),
         *_vocabulary(draft, num_ids),
         *_window(draft.kv_window),
         *_prompts(context),
@@ -124,7 +124,7 @@ def head_phases(
         ),
         (TAPS, (*drafter.target_passes(head, target), *drafter.passes(head))),
         *_mix(context.rounded_to(draft)),
-        *_coded_rows(context),
+        *_quantized_rows(context),
         *_vocabulary(draft, num_ids),
         # from here on columns of the output are not all ids
         *(((HIDDEN, (partial(ReturnHidden, width),)),) if width else ()),
@@ -167,7 +167,7 @@ def self_draft_phases(
             ),
         ),
         *FUSE_PHASES,
-        *_coded_rows(context),
+        *_quantized_rows(context),
     )
     last = (
         # a draft that is rounded for itself has no table of its own
@@ -208,7 +208,7 @@ def vote_phases(context: CompileContext) -> Phases:
 
 def _latent(context: CompileContext, num_ranks: int) -> Phases:
     config, facts = context.config, context.facts
-    rows = LATENT_ROWS if config.kv_cache_dtype == AS_MODEL else CODED_LATENT
+    rows = LATENT_ROWS if config.kv_cache_dtype == AS_MODEL else QUANTIZED_LATENT
     computes = rows in facts.attention_extras
     if config.mla_cache == EXPANDED or (config.mla_cache == AUTO and not computes):
         return ()
@@ -242,9 +242,9 @@ def _taps(context: CompileContext) -> Phases:
     return () if taps is None else ((TAPS, (partial(TapFeatures, taps),)),)
 
 
-def _coded_rows(context: CompileContext) -> Phases:
+def _quantized_rows(context: CompileContext) -> Phases:
     kind = context.config.kv_cache_dtype
-    return () if kind == AS_MODEL else ((CACHE, (partial(StoreCodes, kind),)),)
+    return () if kind == AS_MODEL else ((CACHE, (partial(QuantizeCaches, kind),)),)
 
 
 def _vocabulary(draft: ModelSource, num_ids: int) -> Phases:

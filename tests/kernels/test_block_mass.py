@@ -82,8 +82,8 @@ class Pass:
             torch.tensor(world.table, dtype=torch.int32),
         ]
 
-    def store_codes(self, stored: torch.dtype) -> None:
-        """Let the cache hold codes of this type; votes are those of the values that they are."""
+    def quantize_caches(self, stored: torch.dtype) -> None:
+        """Quantize the cache to this type; votes are those of the values that they are."""
         world = self.world
         world.caches[0] = store_rows(world.caches[0], stored)
         for b, slot in world.rows:
@@ -239,5 +239,5 @@ def test_rows_of_int8(block_mass: Any, dtype: torch.dtype, head_dim: int) -> Non
     """Votes are those of the values that codes and scales stand for."""
     tokens = [tree_tokens(BUSHY, 30), tree_tokens(CHAIN, 7)]
     made = Pass([30, 7], tokens, dtype=dtype, dim=head_dim)
-    made.store_codes(torch.int8)
+    made.quantize_caches(torch.int8)
     made.check(block_mass, [0, 1])

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact.kv_rows import holds_codes
+from specc.artifact.kv_rows import holds_quantized
 from specc.errors import FaultError
 from specc.kernels.reference.kv_rows import columns_of, store_rows
 from specc.runtime.backends.captured.captured_step import CapturedStep
@@ -299,7 +299,7 @@ class _Trial:
                 sizes = (*region.shape[-3:-1], columns_of(region))
                 drawn = (
                     store_rows(torch.randn(sizes, generator=dice), region.dtype)
-                    if region.is_floating_point() or holds_codes(region.dtype)
+                    if region.is_floating_point() or holds_quantized(region.dtype)
                     else torch.randint(0, 8, sizes, generator=dice)
                 )
                 self._drawn.append(drawn.to(region.device, region.dtype).expand_as(region))

@@ -45,8 +45,8 @@ CAPABILITIES = (80, 90, 100, 120)
 ATTENTION = ("attend", "attend_few", "attend_wide", "attend_latent")
 # what calls of attention may have, and configurations ship without
 BESIDE = ("sinks", "softcap")
-# files with kernels over caches that may hold codes, and the types of these
-OVER_CODES = ("write_kv", "rope_write", "block_mass", "attend", "attend_few")
+# files with kernels over caches that may be quantized, and the types of these
+OVER_QUANTIZED = ("write_kv", "rope_write", "block_mass", "attend", "attend_few")
 CODES = {"int8": "*i8", "fp8": "*u8"}
 # arguments whose memory no step writes
 CONSTANTS = ("weight",)
@@ -96,8 +96,8 @@ def items(
         rows: what caches hold, of `CODES`; else the type of the queries.
     """
     file = importlib.import_module(f"specc.kernels.cuda.{module}")
-    if rows and hasattr(file, "in_codes"):
-        found = file.in_codes(capability)
+    if rows and hasattr(file, "in_quantized"):
+        found = file.in_quantized(capability)
     else:
         found = file.in_chunks(capability, chunk) if chunk else file.shipped(capability)
     return [with_rows(with_beside(item, beside), rows) for item in found]
@@ -117,7 +117,7 @@ def with_beside(item: Any, names: Collection[str]) -> Any:
 
 
 def with_rows(item: Any, kind: str) -> Any:
-    """A configuration over caches of codes: rows have four bytes more, so few strides align."""
+    """A configuration over quantized caches: rows have four bytes more, so few strides align."""
     caches = {name: CODES[kind] for name in item.signature if kind and name.endswith("_cache")}
     if not caches:
         return item
@@ -281,9 +281,9 @@ def main() -> int:
     if options.beside and (not set(options.only) <= set(ATTENTION) or options.tables):
         parser.error(f"--beside goes with --only {' '.join(ATTENTION)}, and without --tables")
     if options.rows and (
-        options.chunk or not set(options.only) <= set(OVER_CODES) or options.tables
+        options.chunk or not set(options.only) <= set(OVER_QUANTIZED) or options.tables
     ):
-        parser.error(f"--rows goes with --only {' '.join(OVER_CODES)}, and without --tables")
+        parser.error(f"--rows goes with --only {' '.join(OVER_QUANTIZED)}, and without --tables")
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
     from triton import __version__, knobs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specc.artifact.kv_rows import CODED, FP8, INT8
+from specc.artifact.kv_rows import FP8, INT8, QUANTIZED_ROWS
 from tests.kernels.cuda.cases_attend import BF16, CASES, F16, Case
 
 SLOPED_CASES = {
@@ -119,10 +119,10 @@ SOFTCAP_CASES = {
     ),
     "chunks": Case(((9, 46), (7, 48)), splits=2, chunk=16, softcap=0.7),
 }
-# caches of codes: every shape of a pass, of one kind or the other, and some of both
+# quantized caches: every shape of a pass, of one kind or the other, and some of both
 CODED_CASES = {
     **{
-        name: replace(CASES[name], rows=CODED[i % 2])
+        name: replace(CASES[name], rows=QUANTIZED_ROWS[i % 2])
         for i, name in enumerate(
             (
                 "plain-decode", "two-tokens-catch-up", "tree-odd-pages", "tree-dense",
@@ -134,11 +134,11 @@ CODED_CASES = {
             )
         )
     },
-    **{f"tree-{kind}": replace(CASES["tree"], rows=kind) for kind in CODED},
+    **{f"tree-{kind}": replace(CASES["tree"], rows=kind) for kind in QUANTIZED_ROWS},
     **{
         f"{name}-half-{kind}": replace(CASES["tree-aligned"], dtype=dtype, rows=kind)
         for name, dtype in (("brain", BF16), ("small", F16))
-        for kind in CODED
+        for kind in QUANTIZED_ROWS
     },
     "slopes": replace(SLOPED_CASES["tree-of-64-half"], rows=INT8),
     "chunks": replace(CHUNKED_CASES["tree-half"], rows=FP8),

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specc.artifact.kv_rows import CODED, stored_row
+from specc.artifact.kv_rows import QUANTIZED_ROWS, stored_row
 from specc.kernels.cuda.write_kv import write_kv
 from specc.kernels.reference.core import write_kv_reference
 
-# exact in all dtypes; of codes, one of them
+# exact in all dtypes; of quantized rows, one of them
 CANARY, CANARY_CODE = 12288.0, 77
 BAD_BLOCK = 1_000_000_000
 
@@ -69,12 +69,14 @@ CASES = {
     "wider-cache": Case(((3, 8),), cache_dtype=F32, dtype=BF16, angle_dtype=F32),
     "head-256": Case(((2, 3),), (2, 1), (256, 256), rotated=64),
 }
-_CODED = (
+_QUANTIZED_ROWS = (
     "decode", "one-token", "tree", "partial", "partial-odd-half", "odd-pages", "value-size",
     "dead-tokens", "dead-batch", "chunk", "head-256",
 )  # fmt: skip
 CODED_CASES = {
-    f"{name}-{kind}": replace(CASES[name], rows=kind) for name in _CODED for kind in CODED
+    f"{name}-{kind}": replace(CASES[name], rows=kind)
+    for name in _QUANTIZED_ROWS
+    for kind in QUANTIZED_ROWS
 }
 
 

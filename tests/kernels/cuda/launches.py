@@ -15,19 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact.kv_rows import SCALE_BYTES
 from specc.kernels.cuda import (
     accept_winners,
     act_and_mul,
     attend,
-    attend_few,
-    attend_latent,
-    attend_wide,
     block_mass,
     commit_kv,
     dependent,
     few_rows,
-    invariant_attend,
     leave_step,
     lookup,
     merge,
@@ -41,14 +36,18 @@ from specc.kernels.cuda import (
 )
 from specc.kernels.cuda.launch import dependent_launches
 from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped
-from tests.kernels.cuda import launches_products, launches_states, launches_typed
+from tests.kernels.cuda import (
+    launches_attention,
+    launches_products,
+    launches_states,
+    launches_typed,
+)
+from tests.kernels.cuda.meta_tensors import FLOATS, I32, I64, heads, meta
 
 # multiprocessors of the device that is launched on
 NUM_SMS = 132
 # options of a launch that does not name them
 DEFAULTS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-I32, I64 = torch.int32, torch.int64
 _TYPES = {**TYPE_NAMES, torch.int8: "i8", torch.int16: "i16", torch.uint8: "u8"}
 
 
@@ -152,63 +151,53 @@ def record(
     return launches
 
 
-def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _heads(num_tokens: int, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Heads [H, Nt, D] of a fused projection of 16 heads."""
-    fused = _meta(num_tokens, 16 * size, dtype=dtype)[:, : num_heads * size]
-    return fused.view(num_tokens, num_heads, size).transpose(0, 1)
-
-
 def _rows_calls() -> Iterator[Any]:
     # one sequence, one node, one column, too: what is 1 must not make another binary
     for batch, num_nodes in ((4, 7), (1, 1), (16, 16)):
-        nodes = _meta(num_nodes, dtype=I32)
-        yield rows.tree_rows(_meta(batch, dtype=I32), nodes, nodes)
-    length = _meta(4, dtype=I32)
+        nodes = meta(num_nodes, dtype=I32)
+        yield rows.tree_rows(meta(batch, dtype=I32), nodes, nodes)
+    length = meta(4, dtype=I32)
     for width in (1, 8, 64, 1024):
-        yield rows.commit_rows(_meta(4, width, dtype=I32), length, _meta(70, dtype=I32))
+        yield rows.commit_rows(meta(4, width, dtype=I32), length, meta(70, dtype=I32))
     for batch, width in ((4, 5), (1, 1), (16, 16)):
-        last, output = _meta(batch, 1, dtype=I64), _meta(batch, width, dtype=I64)
-        yield rows.next_tokens(last, output, _meta(batch, dtype=I32))
+        last, output = meta(batch, 1, dtype=I64), meta(batch, width, dtype=I64)
+        yield rows.next_tokens(last, output, meta(batch, dtype=I32))
 
 
 def _leave_step_calls() -> Iterator[Any]:
     # one sequence and plan off, too: what is 1 must not make another binary
     for batch, columns, width, drafts in ((4, 2, 5, 1), (1, 1, 1, None), (16, 16, 16, 2)):
-        last, output = _meta(batch, columns, dtype=I64), _meta(batch, width, dtype=I64)
-        length, results = _meta(batch, dtype=I32), _meta(batch, 2 + width + 2, dtype=I64)
-        lens = None if drafts is None else _meta(drafts, batch, dtype=I32)
+        last, output = meta(batch, columns, dtype=I64), meta(batch, width, dtype=I64)
+        length, results = meta(batch, dtype=I32), meta(batch, 2 + width + 2, dtype=I64)
+        lens = None if drafts is None else meta(drafts, batch, dtype=I32)
         yield leave_step.leave_step(results, last, length, length, output, length, last, lens)
 
 
 def _commit_kv_calls() -> Iterator[Any]:
     for dtype in (torch.bfloat16, torch.float32):
-        for heads in (4, 8):
-            slab = _meta(2, 2, 300, 16, heads, 128, dtype=dtype)
+        for num_heads in (4, 8):
+            slab = meta(2, 2, 300, 16, num_heads, 128, dtype=dtype)
             for num_moves in (1, 4, 8, 16, 64, 1024):
-                moves = _meta(4, num_moves, dtype=I32), _meta(4, num_moves, dtype=I32)
-                yield commit_kv.commit_kv(slab, *moves, _meta(4, 100, dtype=I32))
+                moves = meta(4, num_moves, dtype=I32), meta(4, num_moves, dtype=I32)
+                yield commit_kv.commit_kv(slab, *moves, meta(4, 100, dtype=I32))
 
 
 def _cache_arguments(num_tokens: int, size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    cache = _meta(300, 16, 8, size, dtype=dtype)
-    table = _meta(1, 256, dtype=I32)
-    return cache, cache, _meta(2, dtype=I32), _meta(num_tokens, dtype=I32), table
+    cache = meta(300, 16, 8, size, dtype=dtype)
+    table = meta(1, 256, dtype=I32)
+    return cache, cache, meta(2, dtype=I32), meta(num_tokens, dtype=I32), table
 
 
 def _block_mass_calls() -> Iterator[Any]:
     for dtype in FLOATS:
         sizes = (64, 80, 96, 128, 256)
         for size in (s for s in sizes if s <= block_mass.most_head_dim(dtype)):
-            for words in (None, _meta(5, 2, dtype=I64)):
+            for words in (None, meta(5, 2, dtype=I64)):
                 cache, _, starts, slot, table = _cache_arguments(5, size, dtype)
-                mass = _meta(4, 256, dtype=torch.float32)
+                mass = meta(4, 256, dtype=torch.float32)
                 yield block_mass.block_mass(
-                    _heads(5, 8, size, dtype), cache, starts, _meta(5, dtype=I64),
-                    slot, _meta(1, dtype=I32), words, table, mass, scale=0.125,
+                    heads(5, 8, size, dtype), cache, starts, meta(5, dtype=I64),
+                    slot, meta(1, dtype=I32), words, table, mass, scale=0.125,
                 )  # fmt: skip
 
 
@@ -216,17 +205,17 @@ def _write_kv_calls() -> Iterator[Any]:
     for dtype in FLOATS:
         for size in (64, 80, 96, 128, 256):
             for num_tokens in (1, 512):
-                k = _heads(num_tokens, 8, size, dtype)
+                k = heads(num_tokens, 8, size, dtype)
                 yield write_kv.write_kv(k, k, *_cache_arguments(num_tokens, size, dtype))
 
 
 def _slab_rows_calls() -> Iterator[Any]:
-    starts, table = _meta(2, dtype=I32), _meta(1, 256, dtype=I32)
+    starts, table = meta(2, dtype=I32), meta(1, 256, dtype=I32)
     for dtype in FLOATS:
-        slab = _meta(300, 16, 3072, dtype=dtype)
+        slab = meta(300, 16, 3072, dtype=dtype)
         for num_tokens in (1, 512):
-            slot = _meta(num_tokens, dtype=I32)
-            x = _meta(num_tokens, 3072, dtype=dtype)
+            slot = meta(num_tokens, dtype=I32)
+            x = meta(num_tokens, 3072, dtype=dtype)
             yield slab_rows.write_rows(x, slab, starts, slot, table)
             yield slab_rows.take_rows(slab, slot.view(-1, 1), starts, table)
 
@@ -236,12 +225,12 @@ def _rope_write_calls() -> Iterator[Any]:
     for dtype in FLOATS:
         for size, rotated in (*whole, (64, 16), (80, 32), (128, 64), (256, 64)):
             for num_tokens in (1, 512):
-                k = _heads(num_tokens, 8, size, dtype)
-                cos = _meta(num_tokens, rotated, dtype=dtype)
+                k = heads(num_tokens, 8, size, dtype)
+                cos = meta(num_tokens, rotated, dtype=dtype)
                 cache = _cache_arguments(num_tokens, size, dtype)
                 yield rope_write.rope_write(k, k, k, cos, cos, *cache)
                 if (size, rotated) in rope_write.NORMED_SIZES:
-                    norm = (*[_meta(size, dtype=dtype)] * 2, 1e-6, False)
+                    norm = (*[meta(size, dtype=dtype)] * 2, 1e-6, False)
                     yield rope_write.norm_rope_write(k, k, k, *norm, cos, cos, *cache)
 
 
@@ -249,13 +238,13 @@ def _act_and_mul_calls() -> Iterator[Any]:
     for dtype in FLOATS:
         for activation in act_and_mul.ACTIVATIONS:
             for size in (64, 128, 256, 512, 11008):
-                yield act_and_mul.act_and_mul(_meta(5, 2 * size, dtype=dtype), activation)
+                yield act_and_mul.act_and_mul(meta(5, 2 * size, dtype=dtype), activation)
 
 
 def _rms_norm_calls() -> Iterator[Any]:
     for dtype in FLOATS:
         for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
-            x, weight = _meta(5, size, dtype=dtype), _meta(size, dtype=dtype)
+            x, weight = meta(5, size, dtype=dtype), meta(size, dtype=dtype)
             yield rms_norm.rms_norm(x, weight, 1e-6)
             yield rms_norm.add_rms_norm(x, x, weight, 1e-6)
 
@@ -264,8 +253,8 @@ def _accept_winners_calls() -> Iterator[Any]:
     # the last tree is a chain
     trees = ((1, 0), (7, 4), (32, 6), (60, 7), (256, 10), (1024, 63), (1024, 1023))
     for num_nodes, max_depth in trees:
-        tokens = _meta(4, num_nodes, dtype=I64)
-        parents = _meta(4, num_nodes, dtype=I32)
+        tokens = meta(4, num_nodes, dtype=I64)
+        parents = meta(4, num_nodes, dtype=I32)
         yield accept_winners.accept_winners(tokens, tokens, parents, max_depth)
 
 
@@ -274,17 +263,17 @@ def _tree_expand_calls() -> Iterator[Any]:
         odd = (131071,) if dtype == torch.bfloat16 else ()
         for vocab in (32768, 131072, 262144, *odd):
             for num_children in (1, 2, 3, 4, 6, 8, 10, 16, 32, 64):
-                yield tree_expand.tree_expand(_meta(4, vocab, dtype=dtype), num_children)
+                yield tree_expand.tree_expand(meta(4, vocab, dtype=dtype), num_children)
 
 
 def _merge_calls() -> Iterator[Any]:
     def tree(num_nodes: int) -> tuple[Tensor, Tensor]:
-        return _meta(4, num_nodes, dtype=I64), _meta(4, num_nodes, dtype=I32)
+        return meta(4, num_nodes, dtype=I64), meta(4, num_nodes, dtype=I32)
 
     for num_trees, tree_nodes in ((2, 8), (2, 32), (3, 64), (4, 256)):
-        yield merge.merge_trees(*tree(num_trees * tree_nodes), _meta(num_trees + 1, dtype=I32))
+        yield merge.merge_trees(*tree(num_trees * tree_nodes), meta(num_trees + 1, dtype=I32))
     for num_candidates, num_nodes in ((43, 16), (511, 60), (1024, 256), (4096, 1024)):
-        scores = _meta(4, num_candidates, dtype=torch.float32)
+        scores = meta(4, num_candidates, dtype=torch.float32)
         yield merge.rerank_tree(*tree(num_candidates), scores, num_nodes)
     for num_nodes in (8, 60, 256, 1024):
         yield merge.ancestor_words(tree(num_nodes)[1])
@@ -292,13 +281,13 @@ def _merge_calls() -> Iterator[Any]:
 
 def _trees_calls() -> Iterator[Any]:
     for num_own, num_nodes in ((8, 15), (64, 127)):
-        image = _meta(4, num_own, dtype=I32)
+        image = meta(4, num_own, dtype=I32)
         yield trees.image_slots(image, image[0], num_nodes)
         yield trees.image_slots(image, image, num_nodes)
     for num_drafts in (2, 3, 4, 8):
-        weights = _meta(4, num_drafts, dtype=torch.float32)
-        yield trees.vote_chain(_meta(4, num_drafts, 6, dtype=I64), weights)
-    output, accepted = _meta(4, 5, dtype=I64), _meta(4, dtype=I32)
+        weights = meta(4, num_drafts, dtype=torch.float32)
+        yield trees.vote_chain(meta(4, num_drafts, 6, dtype=I64), weights)
+    output, accepted = meta(4, 5, dtype=I64), meta(4, dtype=I32)
     yield trees.record_tokens(*_history_arguments(), output, accepted)
 
 
@@ -308,134 +297,13 @@ def _lookup_calls() -> Iterator[Any]:
 
 
 def _history_arguments() -> tuple[Tensor, ...]:
-    history, table = _meta(300, 16, dtype=I32), _meta(4, 100, dtype=I32)
-    return history, table, _meta(4, dtype=I32), _meta(4, 2, dtype=I64)
-
-
-def attend_calls(chunk: int = 0, stored: torch.dtype | None = None) -> Iterator[Any]:
-    # one token, a chain, a tree and a chunk of a prompt; dense rows and pages of 16
-    for dtype in FLOATS:
-        for size in (64, 80, 96, 128, 256):
-            for num_tokens in (1, 8, 16, 512):
-                for pages in ((1, 4096), (256, 16)):
-                    for is_tree in (True, False):
-                        for splits in (1, 5):
-                            yield _attend(
-                                dtype, size, num_tokens, pages, is_tree, splits, 2,
-                                chunk=chunk, stored=stored,
-                            )  # fmt: skip
-
-
-def _invariant_attend_calls() -> Iterator[Any]:
-    # one token and a prompt, of which a program has one split of the keys or all; with words or not
-    for dtype in FLOATS:
-        for size in (64, 80, 96, 128, 256):
-            for num_tokens in (1, 4096):
-                for is_tree in (True, False):
-                    yield _attend(
-                        dtype, size, num_tokens, (256, 16), is_tree, None, 2,
-                        attend=invariant_attend.invariant_attend,
-                    )  # fmt: skip
-
-
-def attend_few_calls(stored: torch.dtype | None = None) -> Iterator[Any]:
-    # elsewhere such a call is one of the kernel for all batches
-    if attend.machine(torch.device("meta"))[0] not in attend_few.CAPABILITIES:
-        return
-    for dtype in attend_few.DTYPES:
-        for size in attend_few.HEAD_DIMS:
-            # three heads to a KV head, so that 15 rows of 5 tokens take room of 20
-            for num_tokens in (1, 5):
-                for pages in ((1, 4096), (256, 16)):
-                    for is_tree in (True, False):
-                        for splits in (1, 5):
-                            yield _attend(
-                                dtype, size, num_tokens, pages, is_tree, splits, 1, 6, stored=stored
-                            )
-
-
-def _attend_wide_calls() -> Iterator[Any]:
-    if attend.machine(torch.device("meta"))[0] not in attend_wide.CAPABILITIES:
-        return
-    for dtype in attend_wide.DTYPES:
-        for size in attend_wide.HEAD_DIMS:
-            # rows of one group of warps that multiplies, and of two
-            for num_tokens in (16, 32):
-                for pages in ((1, 4096), (256, 16)):
-                    for is_tree in (True, False):
-                        for splits in (1, 5):
-                            yield _attend(dtype, size, num_tokens, pages, is_tree, splits, 1)
-
-
-def _attend(
-    dtype: torch.dtype,
-    size: int,
-    num_tokens: int,
-    pages: tuple[int, int],
-    is_tree: bool,
-    splits: int | None,
-    num_seqs: int,
-    num_heads: int = 8,
-    chunk: int = 0,
-    stored: torch.dtype | None = None,
-    attend: Callable[..., Tensor] = attend.attend,
-) -> Tensor:
-    num_pages, block_size = pages
-    num_tokens *= num_seqs
-    columns = size + (SCALE_BYTES if stored else 0)
-    cache = _meta(num_pages + 3, block_size, 2, columns, dtype=stored or dtype)
-    position, slot = _meta(num_tokens, dtype=I64), _meta(num_tokens, dtype=I32)
-    words = _meta(num_tokens, -(-num_tokens // 64), dtype=I64) if is_tree else None
-    options = {} if splits is None else {"num_splits": splits}
-    return attend(
-        _heads(num_tokens, num_heads, size, dtype), cache, cache,
-        _meta(num_seqs + 1, dtype=I32), position, slot,
-        _meta(num_seqs, dtype=I32), words, _meta(num_seqs, num_pages, dtype=I32),
-        scale=0.125,
-        chunk=chunk,
-        **options,
-    )  # fmt: skip
-
-
-def _attend_latent_calls() -> Iterator[Any]:
-    # few heads, and those of DeepSeek V3; one token and a chunk of a prompt
-    for dtype in FLOATS:
-        for num_heads, num_tokens in ((16, 1), (128, 1), (16, 512)):
-            for pages in ((1, 4096), (256, 16)):
-                for is_tree in (True, False):
-                    for splits in (1, 5):
-                        yield _attend_latent(dtype, num_heads, num_tokens, pages, is_tree, splits)
-
-
-def _attend_latent(
-    dtype: torch.dtype,
-    num_heads: int,
-    num_tokens: int,
-    pages: tuple[int, int],
-    is_tree: bool,
-    splits: int,
-) -> Tensor:
-    num_pages, block_size = pages
-    cache = _meta(num_pages + 3, block_size, 1, 576, dtype=dtype)
-    position, slot = _meta(num_tokens, dtype=I64), _meta(num_tokens, dtype=I32)
-    words = _meta(num_tokens, -(-num_tokens // 64), dtype=I64) if is_tree else None
-    return attend_latent.attend_latent(
-        _meta(num_heads, num_tokens, 576, dtype=dtype), cache, 512,
-        _meta(2, dtype=I32), position, slot,
-        _meta(1, dtype=I32), words, _meta(1, num_pages, dtype=I32),
-        scale=0.125,
-        num_splits=splits,
-    )  # fmt: skip
+    history, table = meta(300, 16, dtype=I32), meta(4, 100, dtype=I32)
+    return history, table, meta(4, dtype=I32), meta(4, 2, dtype=I64)
 
 
 CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "accept_winners": _accept_winners_calls,
     "act_and_mul": _act_and_mul_calls,
-    "attend": attend_calls,
-    "attend_few": attend_few_calls,
-    "attend_latent": _attend_latent_calls,
-    "attend_wide": _attend_wide_calls,
-    "invariant_attend": _invariant_attend_calls,
     "block_mass": _block_mass_calls,
     "commit_kv": _commit_kv_calls,
     "leave_step": _leave_step_calls,
@@ -448,6 +316,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "tree_expand": _tree_expand_calls,
     "trees": _trees_calls,
     "write_kv": _write_kv_calls,
+    **launches_attention.CALLS,
     **launches_typed.CALLS,
     **launches_products.CALLS,
     **launches_states.CALLS,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels.cuda import (
@@ -29,26 +28,21 @@ from specc.kernels.cuda import (
 from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
 from specc.kernels.reference.latent import PAIRS
 from tests.kernels.cuda.cases_linear_q import ALL
+from tests.kernels.cuda.meta_tensors import FLOATS, I32, I64, meta
 
-I32, I64 = torch.int32, torch.int64
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HIDDEN, _TOKENS = 4096, 5
 
 
-def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def _operands(num_out: int, num_rows: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    x = _meta(1, num_rows, _HIDDEN, dtype=dtype)
-    weight = _meta(num_out, _HIDDEN, dtype=dtype)
-    return x, x, _meta(_HIDDEN, dtype=dtype), 1e-6, False, weight
+    x = meta(1, num_rows, _HIDDEN, dtype=dtype)
+    weight = meta(num_out, _HIDDEN, dtype=dtype)
+    return x, x, meta(_HIDDEN, dtype=dtype), 1e-6, False, weight
 
 
 def _tiles(operator: str) -> Iterator[tuple[torch.dtype, int]]:
     """Types and numbers of rows, once for each tile of such a product, which it takes meanwhile."""
     for dtype, num_rows in itertools.product(FLOATS, (1, _TOKENS, 16)):
-        weight = _meta(8, _HIDDEN, dtype=dtype)
+        weight = meta(8, _HIDDEN, dtype=dtype)
         for number in range(len(few_rows.Product.of(operator, num_rows, weight).tiles)):
             with few_rows.forced(number):
                 yield dtype, num_rows
@@ -56,7 +50,7 @@ def _tiles(operator: str) -> Iterator[tuple[torch.dtype, int]]:
 
 def _linear_calls() -> Iterator[Any]:
     for dtype, num_rows in _tiles(add_norm_linear.NAME):
-        for bias in (None, _meta(6144, dtype=dtype)):
+        for bias in (None, meta(6144, dtype=dtype)):
             yield add_norm_linear.add_norm_linear(*_operands(6144, num_rows, dtype), bias)
 
 
@@ -69,20 +63,20 @@ def _gate_up_calls() -> Iterator[Any]:
 
 def _head_calls() -> Iterator[Any]:
     for dtype, num_rows in _tiles(add_norm_head.NAME):
-        rows = _meta(num_rows, dtype=torch.int64)
+        rows = meta(num_rows, dtype=torch.int64)
         # a vocabulary that aligns nothing
         for size in (128256, 50257):
-            for bias in (None, _meta(size, dtype=dtype)):
+            for bias in (None, meta(size, dtype=dtype)):
                 operands = _operands(size, num_rows, dtype)
                 yield add_norm_head.add_norm_head(*operands, bias, rows)
 
 
 def _places(num_rows: int, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     """Bias, tables and places of the operators that write to the caches."""
-    table = _meta(num_rows, 128, dtype=dtype)
-    cache = _meta(300, 16, 8, 128, dtype=dtype)
-    places = (_meta(2, dtype=I32), _meta(num_rows, dtype=I32), _meta(1, 256, dtype=I32))
-    for bias in (None, _meta(6144, dtype=dtype)):
+    table = meta(num_rows, 128, dtype=dtype)
+    cache = meta(300, 16, 8, 128, dtype=dtype)
+    places = (meta(2, dtype=I32), meta(num_rows, dtype=I32), meta(1, 256, dtype=I32))
+    for bias in (None, meta(6144, dtype=dtype)):
         yield bias, table, table, cache, cache, *places
 
 
@@ -97,10 +91,10 @@ def _rope_write_latent_calls() -> Iterator[Any]:
     for dtype in FLOATS:
         for (size, width), pairs in itertools.product(((512, 64), (256, 32)), PAIRS):
             for num_rows in (1, 512):
-                rows = [_meta(n, num_rows, d, dtype=dtype) for n in (16, 1) for d in (size, width)]
-                table = _meta(num_rows, width, dtype=dtype)
-                cache = _meta(300, 16, 1, size + width, dtype=dtype)
-                places = (_meta(2, dtype=I32), _meta(num_rows, dtype=I32), _meta(1, 256, dtype=I32))
+                rows = [meta(n, num_rows, d, dtype=dtype) for n in (16, 1) for d in (size, width)]
+                table = meta(num_rows, width, dtype=dtype)
+                cache = meta(300, 16, 1, size + width, dtype=dtype)
+                places = (meta(2, dtype=I32), meta(num_rows, dtype=I32), meta(1, 256, dtype=I32))
                 yield rope_write_latent.rope_write_latent(
                     *rows, table, table, cache, cache[..., :size], *places, pairs
                 )
@@ -109,10 +103,10 @@ def _rope_write_latent_calls() -> Iterator[Any]:
 def _embed_calls() -> Iterator[Any]:
     for dtype, num_rows in _tiles(embed_norm_rope_write.NAME):
         # side by side, and apart
-        beside = _meta(1, num_rows, dtype=torch.int64)
-        apart = _meta(1, num_rows, 2, dtype=torch.int64)[..., 1]
+        beside = meta(1, num_rows, dtype=torch.int64)
+        apart = meta(1, num_rows, 2, dtype=torch.int64)[..., 1]
         for size, tokens in ((128256, beside), (50257, apart)):
-            table = _meta(size, _HIDDEN, dtype=dtype)
+            table = meta(size, _HIDDEN, dtype=dtype)
             for places in _places(num_rows, dtype):
                 norm = _operands(6144, num_rows, dtype)[2:]
                 yield embed_norm_rope_write.embed_norm_rope_write(tokens, table, *norm, *places)
@@ -121,23 +115,23 @@ def _embed_calls() -> Iterator[Any]:
 def _experts_calls() -> Iterator[Any]:
     # one token, a tree, a prompt; weights as they are, and in float32
     for dtype in FLOATS:
-        stacks = _meta(8, 1536, 2048, dtype=dtype), _meta(8, 2048, 768, dtype=dtype)
+        stacks = meta(8, 1536, 2048, dtype=dtype), meta(8, 2048, 768, dtype=dtype)
         for num_tokens in (1, _TOKENS, 16, 512):
-            x, ids = _meta(num_tokens, 2048, dtype=dtype), _meta(num_tokens, 8, dtype=I64)
+            x, ids = meta(num_tokens, 2048, dtype=dtype), meta(num_tokens, 8, dtype=I64)
             for activation in ACTIVATIONS:
                 for kind in {dtype, torch.float32}:
-                    weights = _meta(num_tokens, 8, dtype=kind)
+                    weights = meta(num_tokens, 8, dtype=kind)
                     yield experts.experts(x, ids, weights, *stacks, activation)
-            biases = [_meta(*stack.shape[:2], dtype=dtype) for stack in stacks]
+            biases = [meta(*stack.shape[:2], dtype=dtype) for stack in stacks]
             for kind in {dtype, torch.float32}:
-                weights = _meta(num_tokens, 8, dtype=kind)
+                weights = meta(num_tokens, 8, dtype=kind)
                 yield experts.experts(x, ids, weights, *stacks, CLAMPED, *biases)
             kinds = experts.QUANTIZED[0 if dtype == torch.bfloat16 else -1 :]
-            weights = _meta(num_tokens, 8, dtype=torch.float32)
+            weights = meta(num_tokens, 8, dtype=torch.float32)
             for name in kinds:
                 layout = QuantizedLayout.named(name)
                 shapes = (layout.stored_shape(stack.shape) for stack in stacks)
-                given = [_meta(*shape, dtype=torch.uint8) for shape in shapes]
+                given = [meta(*shape, dtype=torch.uint8) for shape in shapes]
                 more = (768, name, name)
                 yield experts.experts(x, ids, weights, *given, "silu", None, None, *more)
                 if name == "mxfp4":
@@ -148,9 +142,9 @@ def _route_calls() -> Iterator[Any]:
     # one token, a tree, a prompt; experts of V2 Lite, of V3
     for dtype in FLOATS:
         for num_tokens, num_experts in ((1, 64), (_TOKENS, 256), (512, 64)):
-            x, weight = (_meta(n, 2048, dtype=dtype) for n in (num_tokens, num_experts))
-            bias = _meta(num_experts, dtype=dtype)
-            correction = _meta(num_experts, dtype=torch.float32)
+            x, weight = (meta(n, 2048, dtype=dtype) for n in (num_tokens, num_experts))
+            bias = meta(num_experts, dtype=dtype)
+            correction = meta(num_experts, dtype=torch.float32)
             yield route.route(x, weight, None, None, "softmax", 6, False, 0.0, 1.0, 1, 1, 1)
             for item in (None, bias):
                 yield route.route(x, weight, item, None, "chosen", 4, False, 0.0, 1.0, 1, 1, 1)
@@ -165,9 +159,9 @@ def _linear_q_calls() -> Iterator[Any]:
             layout = QuantizedLayout.named(name)
             facts = (layout.bits, layout.group, layout.has_zeros, layout.is_float)
             for num_rows, size in ((1, 6144), (_TOKENS, 50257), (16, 6144), (40, 6144), (512, 96)):
-                weight = _meta(*layout.stored_shape((size, _HIDDEN)), dtype=torch.uint8)
-                x = _meta(num_rows, _HIDDEN, dtype=dtype)
-                for bias in (None, _meta(size, dtype=dtype)):
+                weight = meta(*layout.stored_shape((size, _HIDDEN)), dtype=torch.uint8)
+                x = meta(num_rows, _HIDDEN, dtype=dtype)
+                for bias in (None, meta(size, dtype=dtype)):
                     tiles = few_rows_tiles.quantized_tiles(name, dtype, num_rows)
                     for number in range(max(1, len(tiles))):
                         with few_rows.forced(number):
@@ -179,10 +173,10 @@ def _linear_q_fragments_calls() -> Iterator[Any]:
     for name in few_rows_tiles.FRAGMENT_LAYOUTS:
         layout = QuantizedLayout.named(name)
         for num_rows, size in itertools.product((1, _TOKENS, 16, 32, 40), (6144, 50257)):
-            weight = _meta(*layout.stored_shape((size, _HIDDEN)), dtype=torch.uint8)
-            x = _meta(num_rows, _HIDDEN, dtype=torch.bfloat16)
+            weight = meta(*layout.stored_shape((size, _HIDDEN)), dtype=torch.uint8)
+            x = meta(num_rows, _HIDDEN, dtype=torch.bfloat16)
             tiles = few_rows_tiles.quantized_tiles(name, x.dtype, num_rows)
-            for bias in (None, _meta(size, dtype=x.dtype)):
+            for bias in (None, meta(size, dtype=x.dtype)):
                 for number in range(max(1, len(tiles))):
                     with few_rows.forced(number):
                         yield linear_q.linear_q(x, weight, bias, size, *layout.facts)
@@ -193,9 +187,9 @@ def _normed(distance: int) -> Iterator[tuple[Any, ...]]:
     for name in few_rows_tiles.NORMED_LAYOUTS:
         layout = QuantizedLayout.named(name).paired(distance)
         for num_rows in (1, _TOKENS):
-            x, gamma = (_meta(*n, _HIDDEN, dtype=torch.bfloat16) for n in ((1, num_rows), ()))
-            weight = _meta(*layout.stored_shape((6144, _HIDDEN)), dtype=torch.uint8)
-            for bias in (None, _meta(6144, dtype=x.dtype)):
+            x, gamma = (meta(*n, _HIDDEN, dtype=torch.bfloat16) for n in ((1, num_rows), ()))
+            weight = meta(*layout.stored_shape((6144, _HIDDEN)), dtype=torch.uint8)
+            for bias in (None, meta(6144, dtype=x.dtype)):
                 yield (x, x, gamma, 1e-6, False, weight), bias, layout.name
 
 
@@ -217,15 +211,15 @@ def _skinny_linear_calls() -> Iterator[Any]:
     # outputs that align nothing, as those of routers
     for dtype, num_rows in _tiles(few_rows.SKINNY):
         for size in (4096, 50257, 8):
-            x, weight = (_meta(n, _HIDDEN, dtype=dtype) for n in (num_rows, size))
-            for bias in (None, _meta(size, dtype=dtype)):
+            x, weight = (meta(n, _HIDDEN, dtype=dtype) for n in (num_rows, size))
+            for bias in (None, meta(size, dtype=dtype)):
                 yield skinny_linear.skinny_linear(x, weight, bias)
 
 
 def _invariant_linear_calls() -> Iterator[Any]:
     for dtype, num_rows, size in itertools.product(FLOATS, (1, 17), (4096, 50257, 8)):
-        x, weight = (_meta(n, _HIDDEN, dtype=dtype) for n in (num_rows, size))
-        for bias in (None, _meta(size, dtype=dtype)):
+        x, weight = (meta(n, _HIDDEN, dtype=dtype) for n in (num_rows, size))
+        for bias in (None, meta(size, dtype=dtype)):
             yield invariant_linear.invariant_linear(x, weight, bias)
 
 

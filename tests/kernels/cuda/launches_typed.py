@@ -18,17 +18,12 @@ from specc.kernels.cuda import (
 )
 from specc.kernels.cuda.shipped import ALIGNMENT
 from specc.sampling.rows import Rule
+from tests.kernels.cuda.meta_tensors import FLOATS, I32, I64, meta
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-I32, I64 = torch.int32, torch.int64
 WALKED, TRIED = (Rule.COUPLED, Rule.DELTA), (Rule.MSS, Rule.SWOR)
 # sequences and sizes of the vocabulary; the second is no multiple of 16, and a batch of one row
 # must not make another binary
 BATCHES = ((4, 131072), (4, 131071), (1, 131072))
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _dtypes(vocab: int) -> tuple[torch.dtype, ...]:
@@ -37,26 +32,26 @@ def _dtypes(vocab: int) -> tuple[torch.dtype, ...]:
 
 
 def _options(batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _meta(batch, 6), _meta(batch, 4, dtype=I64), _meta(batch, dtype=I32)
+    return meta(batch, 6), meta(batch, 4, dtype=I64), meta(batch, dtype=I32)
 
 
 def _tree(batch: int, vocab: int, num_nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Depths, counts, tokens and parents."""
-    nodes = _meta(batch, num_nodes, dtype=I32)
-    counts = _meta(batch, vocab, dtype=I32)
-    return nodes, counts, _meta(batch, num_nodes, dtype=I64), nodes
+    nodes = meta(batch, num_nodes, dtype=I32)
+    counts = meta(batch, vocab, dtype=I32)
+    return nodes, counts, meta(batch, num_nodes, dtype=I64), nodes
 
 
 def _tree_context_calls(batch: int, vocab: int) -> Iterator[Any]:
-    history, table = _meta(300, 16, dtype=I32), _meta(batch, 100, dtype=I32)
+    history, table = meta(300, 16, dtype=I32), meta(batch, 100, dtype=I32)
     for num_nodes in (1, 60, 250, 1024):
-        parents = _meta(batch, num_nodes, dtype=I32)
+        parents = meta(batch, num_nodes, dtype=I32)
         yield tree_context.tree_context(parents, 5, *_options(batch), history, table, vocab)
 
 
 def _row_filters_calls(batch: int, vocab: int) -> Iterator[Any]:
     for dtype in _dtypes(vocab):
-        logits = _meta(batch * 7, vocab, dtype=dtype)
+        logits = meta(batch * 7, vocab, dtype=dtype)
         for filtered, weighed in ((WALKED, TRIED), (tuple(Rule), ())):
             yield row_filters.row_filters(
                 logits,
@@ -76,7 +71,7 @@ def _node_best_calls(batch: int, vocab: int) -> Iterator[Any]:
         for all_rules, num_nodes in ((True, 1), (False, 60)):
             rows = batch * num_nodes
             yield node_best.node_best(
-                _meta(rows, vocab, dtype=dtype), *_options(batch), _meta(rows, 3),
+                meta(rows, vocab, dtype=dtype), *_options(batch), meta(rows, 3),
                 _tree(batch, vocab, num_nodes),
                 all_rules=all_rules,
             )  # fmt: skip
@@ -84,8 +79,8 @@ def _node_best_calls(batch: int, vocab: int) -> Iterator[Any]:
 
 def _node_winners_calls(batch: int, vocab: int) -> Iterator[Any]:
     for count in (1, 60):
-        depths = _meta(batch, count, dtype=I32)
-        best = _meta(batch * count, node_best.config(batch * count, vocab)["num_parts"], dtype=I64)
+        depths = meta(batch, count, dtype=I32)
+        best = meta(batch * count, node_best.config(batch * count, vocab)["num_parts"], dtype=I64)
         yield node_winners.row_winners(best, depths, vocab)
 
 
@@ -113,15 +108,15 @@ def _walk(
 ) -> Any:
     rows = batch * num_nodes
     _, counts, tokens, parents = _tree(batch, vocab, num_nodes)
-    image = None if num_columns == num_nodes else _meta(batch, num_columns, dtype=I32)
+    image = None if num_columns == num_nodes else meta(batch, num_columns, dtype=I32)
     drafts = draft_stats = None
     if num_drafts is not None and is_tried:
-        drafts = _meta(batch * num_drafts, vocab, dtype=dtype)
-        draft_stats = _meta(batch * num_drafts, 3)
-    best = _meta(rows, node_best.config(rows, vocab)["num_parts"], dtype=I64)
+        drafts = meta(batch * num_drafts, vocab, dtype=dtype)
+        draft_stats = meta(batch * num_drafts, 3)
+    best = meta(rows, node_best.config(rows, vocab)["num_parts"], dtype=I64)
     return accept_walk.accept_walk(
-        best, _meta(rows, vocab, dtype=dtype), tokens, parents, max_depth, image,
-        _meta(num_columns, dtype=I32), drafts, (_meta(rows, 3), draft_stats),
+        best, meta(rows, vocab, dtype=dtype), tokens, parents, max_depth, image,
+        meta(num_columns, dtype=I32), drafts, (meta(rows, 3), draft_stats),
         *_options(batch), counts,
         is_tried=is_tried,
     )  # fmt: skip
@@ -143,8 +138,8 @@ def _children(
 ) -> Any:
     rows = batch * 3
     return child_keys.best_children(
-        _meta(rows, vocab, dtype=dtype), num_children, _meta(3, dtype=I32), 2,
-        *_options(batch), _meta(rows, 3),
+        meta(rows, vocab, dtype=dtype), num_children, meta(3, dtype=I32), 2,
+        *_options(batch), meta(rows, 3),
         scored=scored,
     )  # fmt: skip
 

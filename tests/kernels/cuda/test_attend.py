@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from specc.artifact.kv_rows import CODED, FP8, INT8, SCALE_BYTES
+from specc.artifact.kv_rows import FP8, INT8, QUANTIZED_ROWS, SCALE_BYTES
 from specc.kernels.cuda import arrivals, attend_config
 from specc.kernels.cuda import attend as module
 from specc.kernels.cuda.launch import even_tokens
@@ -126,7 +126,7 @@ def test_every_code_is_a_number(
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("kind", QUANTIZED_ROWS)
 @pytest.mark.parametrize("tokens", [2, 40])
 def test_small_values(dtype: torch.dtype, kind: str, tokens: int, device: torch.device) -> None:
     """Scales below what float16 has: their weights and values are not."""

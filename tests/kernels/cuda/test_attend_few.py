@@ -176,7 +176,7 @@ def test_what_the_kernel_before_writes_is_read_after_the_wait(
     def spoil(_: Any) -> None:
         for cache in args[1:3]:
             for place in places:
-                # of codes, all bits of their scale, too
+                # of quantized rows, all bits of their scale, too
                 cache[place] = float("nan") if rows == "auto" else -1
 
     monkeypatch.setattr(attend_few_kernels, "wait_alone", fill)

@@ -84,7 +84,7 @@ def test_block_mass(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("stored", [torch.int8, torch.uint8])
 def test_codes(name: str, stored: torch.dtype, device: torch.device) -> None:
     made = CASES[name]()
-    made.store_codes(stored)
+    made.quantize_caches(stored)
     made.check(on(device), list(range(len(made.tokens))))
 
 

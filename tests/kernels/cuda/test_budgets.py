@@ -26,7 +26,7 @@ import torch
 from specc.kernels.cuda import attend_config, dependent, few_rows_tiles
 from specc.kernels.cuda.shipped import CAPABILITIES, Shipped
 from specc.system.file_cache import FileCache
-from tests.kernels.cuda import aot, launches
+from tests.kernels.cuda import aot, launches, launches_attention
 from tests.kernels.cuda.aot import Usage
 from tests.tiers import every
 
@@ -140,13 +140,13 @@ def test_what_ships_is_what_is_launched(
 
 @pytest.mark.parametrize("name", ["attend", "attend_few"])
 @pytest.mark.parametrize("stored", [torch.int8, torch.uint8])
-def test_caches_of_codes_launch_what_is_looked_at(
+def test_quantized_caches_launch_what_is_looked_at(
     name: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables have none of it: `aot.py --rows` compiles it."""
     module = importlib.import_module(f"specc.kernels.cuda.{name}")
     items = aot.items(name, 90, rows={torch.int8: "int8", torch.uint8: "fp8"}[stored])
-    calls = functools.partial(getattr(launches, f"{name}_calls"), stored=stored)
+    calls = functools.partial(getattr(launches_attention, f"{name}_calls"), stored=stored)
     launched = {x.compiled for x in launches.record(module, 90, monkeypatch, calls)}
     assert launched == {launches.shipped_launch(item).compiled for item in items}
 

@@ -15,7 +15,7 @@ import pytest
 
 from specc.kernels.cuda import attend
 from specc.kernels.cuda.shipped import CAPABILITIES
-from tests.kernels.cuda import launches
+from tests.kernels.cuda import launches, launches_attention
 from tests.kernels.cuda.aot import ATTENTION, Usage
 from tests.kernels.cuda.test_budgets import (
     OLDEST,
@@ -127,7 +127,7 @@ def test_what_is_compiled_is_what_is_launched(
     items = {
         launches.shipped_launch(item): item.name for item in attend.in_chunks(capability, CHUNK)
     }
-    calls = functools.partial(launches.attend_calls, CHUNK)
+    calls = functools.partial(launches_attention.attend_calls, CHUNK)
     launched = set(launches.record(attend, capability, monkeypatch, calls))
     assert [name for launch, name in items.items() if launch not in launched] == []
     assert launched - set(items) == set()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specc.artifact.kv_rows import CODED, SCALE_BYTES
+from specc.artifact.kv_rows import QUANTIZED_ROWS, SCALE_BYTES
 from specc.kernels.cuda.write_kv import write_kv
 from specc.kernels.reference.core import write_kv_reference
 from specc.kernels.reference.kv_rows import read_rows
@@ -49,7 +49,7 @@ _HARD = [
 _BAD = [[1.0, math.nan], [1.0, math.nan, -math.inf], [math.inf, -2.0]]
 
 
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("kind", QUANTIZED_ROWS)
 def test_rows_that_are_hard_to_round(kind: str, device: torch.device) -> None:
     case = Case(((10, 3),), (2, 1), (16, 16), rows=kind)
     args, slabs = split_slabs(make_rows(case, device))

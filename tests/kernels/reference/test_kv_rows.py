@@ -1,4 +1,4 @@
-"""Rows of codes: what is stored of a row, and what attention and votes read of it.
+"""Quantized rows: what is stored of a row, and what attention and votes read of it.
 
 Bytes are decoded by `struct`, one row at a time; expected outputs are loops over Python floats.
 """
@@ -116,7 +116,7 @@ def test_sizes() -> None:
 
 
 class Pass:
-    """A tree after some committed rows, with caches of codes in blocks of any order."""
+    """A tree after some committed rows, with quantized caches in blocks of any order."""
 
     def __init__(self, kind: torch.dtype) -> None:
         torch.manual_seed(4)

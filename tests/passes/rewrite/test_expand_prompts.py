@@ -16,7 +16,7 @@ from specc.passes.program import bind_args
 from specc.passes.proof.verify_tokenwise import verify_tokenwise
 from specc.passes.rewrite.absorb_latent import AbsorbLatent
 from specc.passes.rewrite.expand_prompts import ExpandPrompts
-from specc.passes.rewrite.store_codes import StoreCodes
+from specc.passes.rewrite.quantize_caches import QuantizeCaches
 from specc.passes.rewrite.window_attention import WindowAttention
 from specc.speculation.kv_window import KVWindow
 from tests.passes.modules import (
@@ -105,7 +105,7 @@ def test_long_prompts_expand_and_compute_the_same(kind):
         pytest.param(
             Latent, (WindowAttention(KVWindow(8, 2)),), "it has a window", marks=pytest.mark.slow
         ),
-        (Latent, (StoreCodes(INT8),), "values in rows of their own"),
+        (Latent, (QuantizeCaches(INT8),), "values in rows of their own"),
     ],
     ids=["narrow", "window", "draft-window", "int8"],
 )

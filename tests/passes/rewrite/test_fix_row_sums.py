@@ -13,7 +13,7 @@ from specc.kernels import ops
 from specc.passes.lower.cuda.phases import launches_per_layer
 from specc.passes.pipeline import Pipeline
 from specc.passes.rewrite.fuse_add_norm import FuseAddNorm
-from specc.passes.rewrite.store_codes import StoreCodes
+from specc.passes.rewrite.quantize_caches import QuantizeCaches
 from tests.models import VOCAB, build_model
 from tests.passes.modules import (
     Runner,
@@ -106,9 +106,9 @@ def test_mixtures_are_refused(name: str, what: str) -> None:
         lower(build_model(name))
 
 
-def test_caches_of_codes_are_refused() -> None:
+def test_quantized_caches_are_refused() -> None:
     program, _ = compiled(build_model("llama"))
-    StoreCodes(INT8).run(program)
-    with pytest.raises(ConfigError, match="--batch-invariant, and caches of codes") as raised:
+    QuantizeCaches(INT8).run(program)
+    with pytest.raises(ConfigError, match="--batch-invariant, and quantized caches") as raised:
         Pipeline(BACKEND.invariant_phases(BACKEND.phases(256))).run(program)
     assert "--kv-cache-dtype" in raised.value.do

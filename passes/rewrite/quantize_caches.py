@@ -1,29 +1,29 @@
-"""Let caches hold rows of codes with a scale each."""
+"""Let caches hold quantized rows with a scale each."""
 
 from __future__ import annotations
 
 from specc.artifact.kv_rows import MOST_COLUMNS, stored_row
 from specc.errors import ConfigError
 from specc.passes.base import Pass, PassResult
-from specc.passes.facts import attention_is_a_tree, caches_hold_codes
+from specc.passes.facts import attention_is_a_tree, caches_are_quantized
 from specc.passes.program import Program
 
 
-class StoreCodes(Pass):
-    """Caches [blocks, block_size, HK, D] → [blocks, block_size, HK, D + 4] of codes, a byte each.
+class QuantizeCaches(Pass):
+    """Caches [blocks, block_size, HK, D] → [blocks, block_size, HK, D + 4] of bytes.
 
     The operators see how rows lie by the type of the cache, so no call changes: attention stores
     what it is given as codes and reads it as codes, also the rows of its own pass, and rows move
     with their scales. A head's row has a scale of its own, so heads can be cut as before.
 
     Args:
-        kind: one of `specc.artifact.kv_rows.CODED`.
+        kind: one of `specc.artifact.kv_rows.QUANTIZED_ROWS`.
     Raises:
         ConfigError: wider heads than the operators take.
     """
 
     requires = (attention_is_a_tree,)
-    ensures = (attention_is_a_tree, caches_hold_codes)
+    ensures = (attention_is_a_tree, caches_are_quantized)
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.artifact.kv_rows import SCALE_BYTES, holds_codes
+from specc.artifact.kv_rows import SCALE_BYTES, holds_quantized
 from specc.kernels.reference.kv_rows import LEAST, MOST_CODE
 
 _LEAST = tl.constexpr(LEAST)
@@ -26,10 +26,10 @@ _2_120 = tl.constexpr(2.0**120)
 
 
 def check_words(operator: str, caches: Mapping[str, Tensor]) -> None:
-    """Raises ValueError: rows of codes that do not begin and end at words of four bytes."""
+    """Raises ValueError: quantized rows that do not begin and end at words of four bytes."""
     for name, cache in caches.items():
         steps = *cache.stride()[:-1], cache.storage_offset(), cache.shape[-1]
-        if holds_codes(cache.dtype) and any(step % SCALE_BYTES for step in steps):
+        if holds_quantized(cache.dtype) and any(step % SCALE_BYTES for step in steps):
             raise ValueError(
                 f"{operator}: found {name} {tuple(cache.shape)} of strides {cache.stride()} in"
                 f" {cache.dtype}; needed heads of a multiple of {SCALE_BYTES} columns"
@@ -38,7 +38,7 @@ def check_words(operator: str, caches: Mapping[str, Tensor]) -> None:
 
 @triton.jit
 def in_words(stride, p):
-    """A stride of a cache; of codes, the compiler is told that rows begin at words."""
+    """A stride of a cache; of quantized rows, the compiler is told that rows begin at words."""
     if p.dtype.element_ty.primitive_bitwidth == 8:
         return stride // 4 * 4
     else:
@@ -82,7 +82,7 @@ def weigh(b_p, b_v, b_scale, dtype: tl.constexpr):
     Args:
         b_p: float32.
         b_v: values, or codes.
-        b_scale: [BN] of codes.
+        b_scale: [BN] of quantized rows.
         dtype: of the product.
     """
     if b_scale is None:

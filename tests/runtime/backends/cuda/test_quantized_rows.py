@@ -1,4 +1,4 @@
-"""Caches of codes for CUDA, without a GPU: a simulated device, kernels interpreted.
+"""Quantized caches for CUDA, without a GPU: a simulated device, kernels interpreted.
 
 Tokens of every plan are those of plain decoding of the same engine, and, in float32, those of an
 engine for the CPU with the same rows: codes that differ are next to a tie, and none of these is.
@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from specc.artifact.directory import read_manifest
-from specc.artifact.kv_rows import CODED, FP8, INT8
+from specc.artifact.kv_rows import FP8, INT8, QUANTIZED_ROWS
 from specc.config import CompileConfig
 from specc.errors import ConfigError
 from specc.kernels import ops
 from specc.passes.lower.cuda.phases import cuda_phases
 from specc.passes.pipeline import FUSE_PHASES, TRACED_PHASES, Pipeline
-from specc.passes.rewrite.store_codes import StoreCodes
+from specc.passes.rewrite.quantize_caches import QuantizeCaches
 from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -44,7 +44,7 @@ def plans_of(family: str) -> tuple[SpecPlan, ...]:
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """An engine of a tiny model, drafted by the same one disturbed."""
-    root = tmp_path_factory.mktemp("coded")
+    root = tmp_path_factory.mktemp("quantized")
 
     def make_one(family: str, backend: str, **options: Any) -> Path:
         sizes = {"num_hidden_layers": 2} if family == "gpt_oss" else {"num_hidden_layers": 1}
@@ -79,7 +79,7 @@ def spoiled(path: Path) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("kind", QUANTIZED_ROWS)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_captured_steps_say_what_plain_decoding_does(
     make: Any, device: SimulatedDevice, family: str, kind: str
@@ -95,7 +95,7 @@ def test_captured_steps_say_what_plain_decoding_does(
 
 
 @pytest.mark.slow  # kernels are interpreted, element by element
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("kind", QUANTIZED_ROWS)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 @pytest.mark.parametrize("number", range(3), ids=["off", "tree", "self"])
 def test_the_kernels_say_the_same(
@@ -124,11 +124,11 @@ def test_the_engine_runs_on_the_cpu_and_is_near_it(make: Any, device: SimulatedD
 
 
 @pytest.mark.parametrize("kind", [None, INT8])
-def test_rows_of_codes_are_written_apart_from_products(kind: str | None) -> None:
+def test_quantized_rows_are_written_apart_from_products(kind: str | None) -> None:
     """A program of the product has some columns of a row, and no scale."""
     program = trace_once(models.build_model("llama"), "target")
-    coded = (("rows", (partial(StoreCodes, kind),)),) if kind else ()
-    Pipeline((*TRACED_PHASES, *coded, *FUSE_PHASES, *cuda_phases(64))).run(program)
+    quantized = (("rows", (partial(QuantizeCaches, kind),)),) if kind else ()
+    Pipeline((*TRACED_PHASES, *quantized, *FUSE_PHASES, *cuda_phases(64))).run(program)
     fused = program.calls(ops.add_norm_rope_write, ops.embed_norm_rope_write)
     apart = program.calls(ops.rope_write)
     layers = len(program.layers)

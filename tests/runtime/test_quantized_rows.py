@@ -1,4 +1,4 @@
-"""Caches of codes: every plan gives what plain decoding of the same engine gives, row by row.
+"""Quantized caches: every plan gives what plain decoding of the same engine gives, row by row.
 
 A row has to read alike in the pass that wrote it and in every later one; where a tree saw its own
 nodes unrounded, it would not be the target of plain decoding that verifies.
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from specc.artifact.kv_rows import CODED, INT8, SCALE_BYTES
+from specc.artifact.kv_rows import INT8, QUANTIZED_ROWS, SCALE_BYTES
 from specc.runtime.core import EngineCore
 from specc.runtime.engine import Engine
 from specc.runtime.llm import LLM
@@ -138,9 +138,9 @@ def test_a_view_of_all_rows_is_always_right(
     assert llm.get_metrics().mean_acceptance_length == plan.max_depth + 1
 
 
-@pytest.mark.parametrize("coded", CODED)
+@pytest.mark.parametrize("quantized", QUANTIZED_ROWS)
 def test_outputs_are_near_those_of_unrounded_rows(
-    make_engine: Callable[..., Engine], texts: list[list[int]], coded: str
+    make_engine: Callable[..., Engine], texts: list[list[int]], quantized: str
 ) -> None:
     """Rounding changes logits by a little: first tokens are nearly all the same."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -151,7 +151,7 @@ def test_outputs_are_near_those_of_unrounded_rows(
             [params] * 10,
             lambda request: None,
         )
-        for kind in ("auto", coded)
+        for kind in ("auto", quantized)
     ]
     assert sum(a == b for a, b in zip(*found, strict=True)) >= 8
 
