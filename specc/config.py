@@ -167,8 +167,8 @@ class CompileConfig:
         "Let the target's logits depend on a request's tokens alone, to the last bit: not on the"
         " plan, nor on other requests, chunks of prompts, preemption or threads. For the backends"
         " cpu, where that holds anyway but for long prompts of models with latent attention (MLA),"
-        " and cuda, of targets without mixtures, states, latents and quantized weights, with slower"
-        " kernels that no GPU has run.",
+        " and cuda, of targets without mixtures, states and latents, quantized weights only in the"
+        " order of --weight-fragments, with slower kernels that no GPU has run.",
     )
     mla_cache: str = option(
         MLA_AUTO,

@@ -109,6 +109,9 @@ consteval bool fits_schema(std::string_view name) {
         double, bool, int64_t)>;
   if (name == "specc::invariant_linear")
     return std::is_same_v<Function, One(T, T, O)>;
+  if (name == "specc::invariant_linear_q")
+    return std::is_same_v<Function, One(T, T, O, int64_t, int64_t, int64_t, bool, bool, int64_t,
+        Text)>;
   if (name == "specc::leave_step")
     return std::is_same_v<Function, void(T, T, T, T, T, T, T, O)>;
   if (name == "specc::linear")
@@ -417,6 +420,9 @@ constexpr const char* kSchemas[] = {
         "sink_logits=None, Tensor? slopes=None, *, float scale, int window=0, int sink=0, float "
         "softcap=0., bool rounds_bias=False, int chunk=0) -> Tensor",
     "specc::invariant_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
+    "specc::invariant_linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, "
+        "int bits, int group, bool has_zeros, bool is_float=False, int row_bits=0, str "
+        "format=\"\") -> Tensor",
     "specc::leave_step(Tensor(a!) results, Tensor(b!) last_tokens, Tensor(c!) cache_len, "
         "Tensor num_accepted, Tensor output_tokens, Tensor next_cache_len, Tensor "
         "next_last_tokens, Tensor? draft_lens) -> ()",

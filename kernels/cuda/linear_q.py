@@ -24,7 +24,13 @@ from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.weight_layout import BLOCK
 from specc.kernels.cuda import linear_q_fragments
 from specc.kernels.cuda.few_rows import in_rows, quantized_tile_for
-from specc.kernels.cuda.few_rows_tiles import MAX_ROWS, QUANTIZED, Tile, quantized_tiles
+from specc.kernels.cuda.few_rows_tiles import (
+    MAX_ROWS,
+    QUANTIZED,
+    Tile,
+    fragment_tiles,
+    quantized_tiles,
+)
 from specc.kernels.cuda.linear_q_kernels import linear_q_decode_kernel, linear_q_kernel
 from specc.kernels.cuda.linear_q_parts import absent_of, format_of, parts_of, pointers_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -72,6 +78,33 @@ def linear_q(
             **tile.options,
         )  # fmt: skip
     return out
+
+
+def invariant_linear_q(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    bits: int,
+    group: int,
+    has_zeros: bool,
+    is_float: bool = False,
+    row_bits: int = 0,
+    format: str = "",
+) -> Tensor:
+    """As `linear_q`, by weights in fragments: a row has the same bits however many there are.
+
+    More rows than a program has are others' programs: nothing is decoded to memory.
+    """
+    layout = QuantizedLayout(bits, group, has_zeros, is_float, format)
+    check(layout.is_fragments, "invariant_linear_q", layout.name, "a layout in fragments")
+    check_operands(input, weight, bias, out_features, layout)
+    x = in_rows(input)
+    if not x.shape[0]:
+        return x.new_empty(0, out_features)
+    *tiles, last = fragment_tiles(layout.unpaired.name)
+    tile = next((tile for tile in tiles if x.shape[0] <= tile.block_m), last)
+    return linear_q_fragments.multiply(x, weight, bias, out_features, layout, tile)
 
 
 def grouped_mm_q(

@@ -1,8 +1,8 @@
 """`specc::linear_q` by weights in fragments (`specc.artifact.fragments`): launches.
 
 Up to 32 rows are one launch that reads the weight as it lies; for more it is decoded, see
-`linear_q`. Rows are bfloat16. No GPU has run these kernels: they are compiled for all capabilities,
-and emulated.
+`linear_q`, or other programs have them, see `invariant_linear_q`. Rows are bfloat16. No GPU has run
+these kernels: they are compiled for all capabilities, and emulated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def multiply(
 ) -> Tensor:
     """Rows x [M, K] by a weight of N = `size` outputs: [M, N]; operands as of `linear_q`."""
     out = x.new_empty(x.shape[0], size)
-    linear_q_fragments_kernel[(triton.cdiv(size, tile.block_n),)](
+    # blocks of rows side by side: they read one block of the weight
+    grid = (triton.cdiv(x.shape[0], tile.block_m), triton.cdiv(size, tile.block_n))
+    linear_q_fragments_kernel[grid](
         x, weight.view(torch.int32), scales_of(weight, layout), x if bias is None else bias, out,
         x.shape[0], size, 0 if bias is None else size, layout.distance // HALF, x.shape[1],
         **_constexprs(layout, tile),

@@ -1,4 +1,4 @@
-"""The kernel of `specc::linear_q` for weights in fragments: 1 to 32 rows, in bfloat16.
+"""The kernel of `specc::linear_q` for weights in fragments: 1 to 32 rows a program, in bfloat16.
 
 A weight lies as tensor cores take their first operand (`specc.artifact.fragments`), so what a lane
 loads are its registers: nothing goes through shared memory to be laid out anew, and the columns of
@@ -60,7 +60,7 @@ def linear_q_fragments_kernel(
     RING: gl.constexpr,
     IS_DEPENDENT: gl.constexpr,
 ):
-    """16 · NB outputs of up to BM rows, NB = 1 or 2; a step is U tiles of each of W warps.
+    """16 · NB outputs of BM rows, NB = 1 or 2; a step is U tiles of each of W warps.
 
     x [num_rows, K], bias [bias_size], which counts where it is not empty, out [num_rows, size]. The
     second half of a block has the outputs 16 · `pairs` after the first.
@@ -75,7 +75,8 @@ def linear_q_fragments_kernel(
     LC: gl.constexpr = copy_layout(W, U * NB)
     LX: gl.constexpr = row_layout(W, BM)
     LZ: gl.constexpr = lane_layout(W)
-    i_n = gl.program_id(0)
+    i_n = gl.program_id(1)
+    first_row = gl.program_id(0) * BM
     tiles = K // (SPANS * SPAN)
     groups = 1
     if GROUP != 0:
@@ -106,8 +107,9 @@ def linear_q_fragments_kernel(
     o_m = gl.expand_dims(gl.expand_dims(o_m, 0), 2)
     o_k = gl.arange(0, SPAN, gl.SliceLayout(0, gl.SliceLayout(1, LX)))
     o_k = gl.expand_dims(gl.expand_dims(o_k, 0), 1)
-    p_x = x + (o_m * K + warps_of(W, LX) * (U * SPANS * SPAN) + o_k)
-    m_row = (o_m < num_rows) & (o_k < K)
+    p_x = x + first_row.to(gl.int64) * K
+    p_x = p_x + (o_m * K + warps_of(W, LX) * (U * SPANS * SPAN) + o_k)
+    m_row = (o_m < num_rows - first_row) & (o_k < K)
     o_r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, A)))
     o_r = gl.expand_dims(gl.expand_dims(o_r, 0), 2)
     p_scale = scales + (begin * (4 if KIND == "mxfp4" else 1) + half * 16 + o_r)
@@ -147,8 +149,9 @@ def linear_q_fragments_kernel(
         if GROUP == 0:
             b_out = b_out * gl.load(scales + (begin + half * 16 + n * 16 + o_row))
         b_out = b_out + gl.load(bias + o_n, mask=o_n < bias_size, other=0.0).to(gl.float32)
-        m_out = (o_col < num_rows) & (o_n < size)
-        gl.store(out + (o_col * size + o_n), b_out.to(out.dtype.element_ty), mask=m_out)
+        m_out = (o_col < num_rows - first_row) & (o_n < size)
+        p_out = out + first_row.to(gl.int64) * size + (o_col * size + o_n)
+        gl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit(do_not_specialize=["first", "size", "group", "pairs"])

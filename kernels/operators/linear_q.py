@@ -6,7 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from specc.kernels.operator import Operand, Operator, PassLimits, Product, Reads, SortedRows
+from specc.kernels.operator import (
+    NoRule,
+    Operand,
+    Operator,
+    PassLimits,
+    Product,
+    Reads,
+    SortedRows,
+)
 from specc.kernels.operators.linear import PACKED, grouped_fake, rows_flops
 from specc.kernels.reference import quantized
 
@@ -54,6 +62,19 @@ LINEAR_Q = Operator(
     onnx=_linear_q_onnx,
     cuda="linear_q:linear_q",
     cpu=True,
+)
+
+# by weights in fragments: rows have the same bits however many there are
+INVARIANT_LINEAR_Q = Operator(
+    "invariant_linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, int bits,"
+    " int group, bool has_zeros, bool is_float=False, int row_bits=0, str format='') -> Tensor",
+    reference=quantized.linear_q_reference,
+    fake=_linear_q_fake,
+    tokens=Product(),
+    cut=NoRule("made of a product after the cut"),
+    flops=rows_flops,
+    reads=Reads(whole="weight"),
+    cuda="linear_q:invariant_linear_q",
 )
 
 # of the experts of a mixture

@@ -6,6 +6,7 @@ from torch import fx
 
 from specc.artifact.graph_io import target_name
 from specc.artifact.kv_rows import holds_quantized
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.errors import ConfigError
 from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
@@ -15,7 +16,8 @@ from specc.passes.proof.token_routing import FACTORS
 # operators of specc that add up each row by itself, in tiles that go by its width, or add up none
 _BY_ROW = (
     ops.rms_norm, ops.add_rms_norm, ops.act_and_mul, ops.rope_write, ops.norm_rope_write,
-    ops.write_kv, ops.write_rows, ops.lookup, ops.invariant_linear, ops.invariant_attend,
+    ops.write_kv, ops.write_rows, ops.lookup, ops.invariant_linear, ops.invariant_linear_q,
+    ops.invariant_attend,
 )  # fmt: skip
 # Triton compiles a kernel anew where strides are multiples of so many, as those of a lone row, 0,
 # are in any case: the same row would be summed up in another order among others
@@ -34,7 +36,7 @@ _SUMS = FACTORS.keys() | {
 
 
 class FixRowSums(Pass):
-    """`skinny_linear` and `attend` → `invariant_linear` and `invariant_attend`; others are refused.
+    """Products and attention → `invariant_linear`, `…_q` and `…_attend`; others are refused.
 
     It is the last pass of a target. What is left of torch's operators works element by element,
     moves numbers or compares them: `verify_tokenwise` knows no others.
@@ -45,6 +47,9 @@ class FixRowSums(Pass):
         for node in program.calls(ops.skinny_linear):
             _replace(node, ops.invariant_linear, bind_args(node))
             result.rewrites += 1
+        for node in program.calls(ops.linear_q):
+            _fix_quantized(node)
+            result.rewrites += 1
         for node in program.calls(ops.attend):
             _fix_attention(node)
             result.rewrites += 1
@@ -52,6 +57,16 @@ class FixRowSums(Pass):
             if node.op == "call_function":
                 _check(node)
         return result
+
+
+def _fix_quantized(node: fx.Node) -> None:
+    bound = bind_args(node)
+    layout = QuantizedLayout.of_facts(node.args[4:])
+    if not layout.is_fragments:
+        raise _refusal(
+            node, f"a product by {layout.name}", "pass --weight-fragments --dtype bfloat16"
+        )
+    _replace(node, ops.invariant_linear_q, bound)
 
 
 def _fix_attention(node: fx.Node) -> None:
@@ -93,7 +108,7 @@ def _refusal(node: fx.Node, what: str, do: str) -> ConfigError:
     return ConfigError(
         f"--batch-invariant, and {what} in {where or node.name}: on backend cuda its sums have an"
         " order that goes by what else is in a pass",
-        "products by weights that are not quantized, attention over keys and values, and norms of"
-        f" multiples of {_ALIGNED} columns",
+        "products by weights in fragments, or not quantized, attention over keys and values, and"
+        f" norms of multiples of {_ALIGNED} columns",
         f"{do}, or leave out --batch-invariant",
     )

@@ -360,6 +360,7 @@ CALLS: dict[str, Builder] = {
     "rope_write_latent": _rope_write_latent,
     "skinny_linear": _skinny_linear,
     "invariant_linear": _skinny_linear,
+    "invariant_linear_q": BUILDERS["linear_q"],
     "invariant_attend": _invariant_attend,
     "bmm_by_token": _bmm_by_token,
     "route": _route,

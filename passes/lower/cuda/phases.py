@@ -65,7 +65,8 @@ def cuda_phases(num_positions: int, pass_tokens: int | None = None) -> Phases:
                 partial(WidenAncestors, most),
             ),
         ),
-        (_JOINED, (PairFragments, FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
+        ("fragments", (PairFragments,)),
+        (_JOINED, (FuseAddNorm, FuseNormHead, FuseEmbedNorm)),
         ("few rows", (UseSkinnyLinear, ReadWeightViews, WriteHeadsByToken)),
         ("tables", (partial(TabulateRotary, num_positions),)),
     )

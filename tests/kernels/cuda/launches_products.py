@@ -180,6 +180,7 @@ def _linear_q_fragments_calls() -> Iterator[Any]:
                 for number in range(max(1, len(tiles))):
                     with few_rows.forced(number):
                         yield linear_q.linear_q(x, weight, bias, size, *layout.facts)
+                yield linear_q.invariant_linear_q(x, weight, bias, size, *layout.facts)
 
 
 def _normed(distance: int) -> Iterator[tuple[Any, ...]]:

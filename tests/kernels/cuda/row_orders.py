@@ -23,10 +23,12 @@ _DOT = re.compile(r"(\w+\.\w*(?:dot|mma)\w*) [^\n]*? : (tensor<\S+xf32|[^\n]*?) 
 _OPERANDS = re.compile(r"tensor<(\w+), (#ttg\.dot_op<\{[^}]*\}>|#\w+)>")
 _REDUCE = re.compile(
     r'"tt\.reduce"\([^)]*\) <\{axis = (\d) : i32[^}]*\}> \(\{(?:(?!\}\)).)*\}\) :'
-    r" \(tensor<(\d+x\d+)xf32, (#\w+)>\)",
+    r" \(tensor<(\d+(?:x\d+)+)xf32, (#\w+)>\)",
     re.DOTALL,
 )
 _INSTRUCTION = re.compile(r"\b((?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*)")
+# how many a thread has, of floats
+_FLOATS = {"additions": "add", "products of floats": "mul", "fused": "fma"}
 # which warp has which rows and outputs: nothing that a sum goes over
 _WARPS = re.compile(r", warpsPerCTA = \[[^]]*\]")
 
@@ -50,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, required=True)
     parser.add_argument("--module", required=True, help="file of specc/kernels/cuda")
+    parser.add_argument("--leave-out", default="$^", help="pattern of names of configurations")
     options = parser.parse_args()
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
     import triton
@@ -60,14 +63,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="specc-orders-") as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         for item in module.shipped(options.capability):
+            if re.search(options.leave_out, item.name):
+                continue
             made = triton.compile(item.source(), target=target, options=item.options)
             instructions = sorted(set(_INSTRUCTION.findall(made.asm["ptx"])))
-            # two at a time from 10.0 on
-            added = re.findall(r"\badd\.rn\.f32(x2)?", made.asm["ptx"])
-            additions = sum(2 if pair else 1 for pair in added)
-            found[item.name] = orders(made.asm["ttgir"]) | {
-                "instructions": instructions, "additions": additions,
-            }  # fmt: skip
+            found[item.name] = orders(made.asm["ttgir"]) | {"instructions": instructions}
+            for key, name in _FLOATS.items():
+                # two at a time from 10.0 on
+                pairs = re.findall(rf"\b{name}(?:\.rn)?\.f32(x2)?", made.asm["ptx"])
+                found[item.name][key] = sum(2 if pair else 1 for pair in pairs)
     print(json.dumps(found))
 
 

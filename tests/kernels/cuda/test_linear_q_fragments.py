@@ -13,7 +13,7 @@ from specc.kernels.cuda import linear_q as linear_q_module
 from specc.kernels.cuda import linear_q_fragments_kernels as kernels
 from specc.kernels.cuda.few_rows import forced
 from specc.kernels.cuda.few_rows_tiles import FRAGMENT_LAYOUTS, Tile
-from specc.kernels.cuda.linear_q import decoded, linear_q
+from specc.kernels.cuda.linear_q import decoded, invariant_linear_q, linear_q
 from tests.kernels.cuda import cases_linear_q as cases
 from tests.kernels.cuda import ptx_pairs
 from tests.kernels.cuda.cases_linear_q import BF16
@@ -113,6 +113,29 @@ def test_a_row_has_the_same_bits_beside_any_others(name: str, device: torch.devi
         for number in range(len(tiles_of(name, rows))):
             with forced(number):
                 assert torch.equal(linear_q(x[:rows], **operands), whole[:rows])
+
+
+@pytest.mark.parametrize(
+    "name", ["int4-g64-zeros-fragments-48", "fp8-fragments", "mxfp4-fragments"]
+)
+def test_rows_of_other_programs(name: str, launched: list[Any], device: torch.device) -> None:
+    """By `invariant_linear_q`, however many: the oracle, bits of the row alone, nothing decoded."""
+    size = 96 if name.endswith("-48") else 40
+    operands = operands_of(name, (40, 2304, size), device)
+    x = operands.pop("input")
+    whole = invariant_linear_q(x, **operands)
+    cases.assert_close(whole, cases.oracle(operands | {"input": x}), cases.TOLERANCE[BF16])
+    for first, last in ((0, 1), (33, 34), (39, 40), (30, 37), (3, 20)):
+        part = invariant_linear_q(x[first:last], **operands)
+        assert torch.equal(part, whole[first:last]), (first, last)
+    assert len(launched) == 6
+    assert invariant_linear_q(x[:0], **operands).shape == (0, size)
+
+
+def test_weights_in_blocks_have_no_such_rows(device: torch.device) -> None:
+    operands = cases.make_operands("int4-g64", (2, 256, 40), BF16, device, has_bias=True)
+    with pytest.raises(ValueError, match="int4-g64; needed a layout in fragments"):
+        invariant_linear_q(**operands)
 
 
 def test_a_row_that_is_not_finite_stays_alone(device: torch.device) -> None:

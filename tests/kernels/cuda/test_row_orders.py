@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from fractions import Fraction
 
 import pytest
 
@@ -19,9 +20,9 @@ INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32"
 LAYOUT = "#ttg.nvidia_mma<{versionMajor = 2, versionMinor = 0, instrShape = [16, 8]}>"
 
 
-def compiled(capability: int, module: str) -> dict[str, dict]:
+def compiled(capability: int, module: str, *more: str) -> dict[str, dict]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    options = ["--capability", str(capability), "--module", module]
+    options = ["--capability", str(capability), "--module", module, *more]
     process = subprocess.run(
         [sys.executable, "-P", row_orders.__file__, *options],
         env=environment, capture_output=True, text=True,
@@ -84,6 +85,29 @@ def test_blocks_of_keys_are_added_up_alike(capability: int) -> None:
         (layout,) = made["sums"]
         assert layout.startswith(f"1 {sizes['BM']}x{sizes['BN']} "), name
         assert items[name].options["enable_fp_fusion"] is False
+
+
+@pytest.mark.default("90")
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_all_tiles_of_fragments_add_up_alike(capability: int) -> None:
+    """Of a layout they have the same instruction, the same sum of warps, and as many additions of
+    an output, of which the same are fused.
+    """
+    leave_out = ("--leave-out", "dependent|decode|^int8-|^int4-g128")
+    found = compiled(capability, "linear_q_fragments", *leave_out)
+    layouts: dict[str, list[str]] = {}
+    for name in found:
+        layouts.setdefault(name.partition("-m")[0], []).append(name)
+    assert all(len(names) > 1 for names in layouts.values())
+    for names in layouts.values():
+        orders = []
+        for name in names:
+            made, rows, outputs = found[name], *map(int, re.findall(r"-[mn](\d+)", name))
+            assert made["instructions"] == [f"{INSTRUCTION}.bf16.bf16.f32"], name
+            (layout,) = {re.sub(rf"8x16x{rows} ", "", item) for item in made["sums"]}
+            counted = (made[x] for x in ("additions", "fused", "products of floats"))
+            orders.append((layout, *(Fraction(x, rows * outputs) for x in counted)))
+        assert len(set(orders)) == 1, (names, orders)
 
 
 def test_orders_are_found_in_what_is_compiled() -> None:

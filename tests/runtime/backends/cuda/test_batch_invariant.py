@@ -117,7 +117,7 @@ def test_graphs_say_the_same(compiled: Compiled) -> None:
     ("name", "options", "found", "do"),
     [
         ("minicpm3", {}, "attention over latents", "pass --mla-cache expanded"),
-        ("qwen3", {"quantize": "int8"}, "specc.linear_q.default", "pass --backend cpu"),
+        ("qwen3", {"quantize": "int8"}, "a product by int8", "pass --weight-fragments"),
         ("mixtral", {}, "specc.route.default", "pass --backend cpu"),
         ("lfm2", {}, "specc.tree_conv.default", "pass --backend cpu"),
     ],

@@ -148,3 +148,23 @@ def test_weights_in_fragments_are_the_same_weights(make, device, quantize) -> No
     weights, others = found
     assert weights.keys() == others.keys()
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+def test_a_row_of_fragments_has_its_bits_by_their_own_operator(make, device) -> None:
+    """With --batch-invariant, beside a draft that has the same weights in its own program."""
+    plans = (*PLANS[:2], SpecPlan.from_widths((1, 1), ("self_x1",)))
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 2}
+    options = {"dtype": "bfloat16", "weight_fragments": True}
+    found = []
+    for is_invariant in (False, True):
+        _, path = make("int4", None, plans, sizes, **options, batch_invariant=is_invariant)
+        text = (path / "target" / "program.json").read_text()
+        assert ("specc.invariant_linear_q" in text) == is_invariant
+        assert "specc.linear_q" not in text or not is_invariant
+        # which lies there once
+        held = load_file(path / "target" / "weights.safetensors")
+        names = [key.partition(":")[0] for key in held]
+        assert len(names) == len(set(names))
+        engine, prompts = Engine.load(path), models.prompts()[:2]
+        found += [generate(engine, plan.name, prompts, 12)[0] for plan in plans]
+    assert all(tokens == found[0] for tokens in found)
