@@ -5,6 +5,7 @@
 
 #include "attention_tensors.h"
 #include "fused.h"
+#include "operands.h"
 #include "threads.h"
 
 namespace specc::operators {
@@ -90,8 +91,10 @@ void write_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Ten
 
 Tensor rope_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
                   const Tensor& sin, const Tensor& k_cache, const Tensor& v_cache,
-                  const Tensor& q_start, const Tensor& slot, const Tensor& block_table) {
+                  const Tensor& q_start, const Tensor& slot, const Tensor& block_table,
+                  bool mixes) {
   RopeWrite a{};
+  a.mixes = mixes;
   check_heads(q, "q is [H, Nt, D], rows contiguous");
   a.write = write_of(k, v, k_cache, v_cache, q_start, slot, block_table, false);
   check(q.dtype == k.dtype && q.sizes[1] == a.write.num_tokens && q.sizes[2] == a.write.head_dim,
@@ -154,8 +157,21 @@ Tensor attend(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, con
   return out;
 }
 
+Tensor hadamard(const Tensor& x) {
+  Hadamard a{};
+  a.dtype = to_dtype(x);
+  a.rows = rows_of(x);
+  a.n = x.sizes[x.dim - 1];
+  a.x = x.data;
+  const Tensor out = empty_as(x);
+  a.out = out.data;
+  specc::hadamard(a, kernel_threads());
+  return out;
+}
+
 }  // namespace
 
+SPECC_OPERATOR("specc::hadamard", hadamard);
 SPECC_OPERATOR("specc::write_kv", write_kv);
 SPECC_OPERATOR("specc::rope_write", rope_write);
 SPECC_OPERATOR("specc::attend", attend);

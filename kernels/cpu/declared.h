@@ -102,6 +102,8 @@ consteval bool fits_schema(std::string_view name) {
   if (name == "specc::grouped_mm_q")
     return std::is_same_v<Function, One(T, T, T, int64_t, int64_t, int64_t, bool, bool, int64_t,
         Text)>;
+  if (name == "specc::hadamard")
+    return std::is_same_v<Function, One(T)>;
   if (name == "specc::image_slots")
     return std::is_same_v<Function, One(T, T, int64_t)>;
   if (name == "specc::invariant_attend")
@@ -140,7 +142,7 @@ consteval bool fits_schema(std::string_view name) {
   if (name == "specc::rms_norm")
     return std::is_same_v<Function, One(T, T, double, bool)>;
   if (name == "specc::rope_write")
-    return std::is_same_v<Function, One(T, T, T, T, T, T, T, T, T, T)>;
+    return std::is_same_v<Function, One(T, T, T, T, T, T, T, T, T, T, bool)>;
   if (name == "specc::rope_write_latent")
     return std::is_same_v<Function, One(T, T, T, T, T, T, T, T, T, T, T, Text)>;
   if (name == "specc::route")
@@ -414,6 +416,7 @@ constexpr const char* kSchemas[] = {
     "specc::grouped_mm_q(Tensor x, Tensor weight, Tensor ends, int out_features, int bits, "
         "int group, bool has_zeros, bool is_float=False, int row_bits=0, str format=\"\") -> "
         "Tensor",
+    "specc::hadamard(Tensor x) -> Tensor",
     "specc::image_slots(Tensor image, Tensor slots, int num_nodes) -> Tensor",
     "specc::invariant_attend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor q_start, Tensor "
         "position, Tensor slot, Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor? "
@@ -450,7 +453,8 @@ constexpr const char* kSchemas[] = {
         "(Tensor tokens, Tensor parents, Tensor kept)",
     "specc::rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> Tensor",
     "specc::rope_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) "
-        "k_cache, Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table) -> Tensor",
+        "k_cache, Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table, bool "
+        "mixes=False) -> Tensor",
     "specc::rope_write_latent(Tensor q, Tensor q_rest, Tensor latent, Tensor shared, Tensor "
         "cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q_start, Tensor slot, "
         "Tensor block_table, str pairs) -> Tensor",

@@ -84,8 +84,19 @@ struct RopeWrite {
   const void* sin;    // [Nt, R]
   int64_t sin_stride;
   void* out;          // [Nt, H, D]
+  bool mixes;         // rotated rows are multiplied as Hadamard has it
 };
 void rope_write(const RopeWrite& a, int num_threads);
+
+// specc::hadamard; semantics: hadamard_reference.
+struct Hadamard {
+  DType dtype;
+  int64_t n;  // elements of a row
+  const void* x;
+  StridedRows rows;
+  void* out;  // [rows, n]
+};
+void hadamard(const Hadamard& a, int num_threads);
 
 // aten::softmax, aten::log_softmax over the last dimension.
 struct Softmax {

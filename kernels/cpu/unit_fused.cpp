@@ -2,6 +2,7 @@
 // (docs/design/cpu.md).
 #include "block_conv.cpp"
 #include "gates.cpp"
+#include "hadamard.cpp"
 #include "lora.cpp"
 #include "norms.cpp"
 #include "rotary.cpp"

@@ -6,8 +6,17 @@ from torch import Tensor
 
 from specc.artifact.backends import NATIVE, PARTS, SPLIT
 from specc.artifact.weight_layout import BLOCK
-from specc.kernels.operator import Cut, NoRule, OfHeads, Operand, Operator, PassLimits, nothing
-from specc.kernels.reference import core, dense, latent
+from specc.kernels.operator import (
+    AlongLast,
+    Cut,
+    NoRule,
+    OfHeads,
+    Operand,
+    Operator,
+    PassLimits,
+    nothing,
+)
+from specc.kernels.reference import core, dense, kv_rows, latent
 from specc.kernels.reference.kv_rows import columns_of
 
 _FLOAT_BYTES = 4
@@ -151,6 +160,15 @@ DENSE_ATTENTION = Operator(
     tokens=NoRule("it mixes all rows: a pass rewrites it"),
     cut=NoRule("a pass rewrites it before the cut"),
     stored=False,
+)
+
+HADAMARD = Operator(
+    "hadamard(Tensor x) -> Tensor",
+    reference=kv_rows.hadamard_reference,
+    fake=lambda x: x.new_empty(x.shape),
+    tokens=AlongLast(),
+    cut=Cut({"x": "... *"}, "... *", "columns of a head are added up"),
+    cpu=True,
 )
 
 # tree_attention in two: what follows rotary embedding directly, and the rest

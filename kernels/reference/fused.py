@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.kernels.reference.core import write_kv_reference
+from specc.kernels.reference.kv_rows import hadamard_reference
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -53,6 +54,7 @@ def rope_write_reference(
     q_start: Tensor,
     slot: Tensor,
     block_table: Tensor,
+    mixes: bool = False,
 ) -> Tensor:
     """Rotate q and k by their positions and write k and v to the cache.
 
@@ -68,12 +70,16 @@ def rope_write_reference(
         q_start: [B + 1] int32, as of `tree_attention_reference`; so are the last two.
         slot: [Nt] int32; dead tokens are rotated and not written.
         block_table: [B, n] int32.
+        mixes: q and k are multiplied as of `hadamard_reference` once they are rotated.
     Returns:
         [H, Nt, D] rotated queries, laid out as [Nt, H, D].
     Source: rotary embedding of RoFormer, arXiv:2104.09864 §3, in the layout of GPT-NeoX.
     """
-    write_kv_reference(_rotate(k, cos, sin), v, k_cache, v_cache, q_start, slot, block_table)
-    return _rotate(q, cos, sin).transpose(0, 1).contiguous().transpose(0, 1)
+    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    if mixes:
+        q, k = hadamard_reference(q), hadamard_reference(k)
+    write_kv_reference(k, v, k_cache, v_cache, q_start, slot, block_table)
+    return q.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def norm_rope_write_reference(

@@ -62,6 +62,29 @@ def read_rows(rows: Tensor) -> Tensor:
     return values.float() * scale.view(torch.float32).view(*codes.shape[:-1], 1)
 
 
+def hadamard_reference(x: Tensor) -> Tensor:
+    """Rows times Sylvester's Hadamard matrix, normalized: an orthogonal one, its own inverse.
+
+    Queries and keys that are both multiplied have the scores that they had, and a column of keys
+    that is far larger than the others is spread over all, so that a scale for the row suits it.
+
+    Args:
+        x: [..., D]; where D is no power of two, as many columns as the largest that divides it are
+            multiplied at a time.
+    Returns:
+        [..., D], computed in float32: doubling distances, then the factor.
+    Source: QuaRot, arXiv:2404.00456 §4 (cached keys).
+    """
+    columns = x.shape[-1]
+    size = columns & -columns
+    rows, distance = x.float(), 1
+    while distance < size:
+        one, other = rows.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        rows = torch.stack([one + other, one - other], -2).flatten(-3)
+        distance *= 2
+    return (rows * size**-0.5).to(x.dtype)
+
+
 def columns_of(cache: Tensor) -> int:
     """D of a cache [..., D], or of int8 or uint8 [..., D + 4]."""
     return cache.shape[-1] - (SCALE_BYTES if holds_quantized(cache.dtype) else 0)

@@ -91,7 +91,11 @@ class FuseRopeWrite(Pass):
             with result.attempt(node.name):
                 if values_in_keys(node):
                     raise NoMatch("its cache holds latents")
-                q, k = (_match(bound[name], name) for name in ("q", "k"))
+                operands = {name: _before_mixing(bound[name]) for name in ("q", "k")}
+                q, k = (_match(operand, name) for name, (operand, _) in operands.items())
+                mixes = {mixed for _, mixed in operands.values()}
+                if len(mixes) > 1:
+                    raise NoMatch("one of q and k is mixed")
                 if (q.cos, q.sin, q.is_shared) != (k.cos, k.sin, k.is_shared):
                     raise NoMatch("q and k are rotated by different tables")
                 cos, sin = (flat_table(table, q.is_shared, tables) for table in (q.cos, q.sin))
@@ -104,6 +108,8 @@ class FuseRopeWrite(Pass):
                         cos,
                         sin,
                         *(bound[name] for name in WRITE_INPUTS),
+                        # graphs without it are what they were
+                        *([True] if mixes == {True} else []),
                     )
                 attend_to_caches(node, turned, bound)
         program.graph.eliminate_dead_code()
@@ -166,6 +172,13 @@ def attend_to_caches(node: fx.Node, q: fx.Node, bound: dict) -> None:
         attended = emit_call(node.graph, ops.attend, q, *inputs, *scores, **options)
     attended.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
     replace(node, attended)
+
+
+def _before_mixing(operand: fx.Node) -> tuple[fx.Node, bool]:
+    """What is multiplied by a Hadamard matrix, and whether it is."""
+    if operand.target is not ops.hadamard or only_user(operand) is None:
+        return operand, False
+    return operand.args[0], True
 
 
 def _match(operand: fx.Node, name: str) -> _Rotation:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from specc.artifact.kv_rows import MOST_COLUMNS, stored_row
+import torch
+from torch import fx
+
+from specc.artifact.kv_rows import INT8, MOST_COLUMNS, stored_row
 from specc.errors import ConfigError
+from specc.kernels import ops
 from specc.passes.base import Pass, PassResult
 from specc.passes.facts import attention_is_a_tree, caches_are_quantized
-from specc.passes.program import Program
+from specc.passes.program import Program, emit_call
+from specc.passes.rewrite.absorb_latent import values_in_keys
 
 
 class QuantizeCaches(Pass):
@@ -16,8 +21,13 @@ class QuantizeCaches(Pass):
     what it is given as codes and reads it as codes, also the rows of its own pass, and rows move
     with their scales. A head's row has a scale of its own, so heads can be cut as before.
 
+    Where it `mixes`, queries and keys are multiplied by a Hadamard matrix, since columns of keys
+    that are far larger than the others would leave these few codes. Not of fp8, whose codes suit
+    any size, and not of latents, whose first columns are values.
+
     Args:
         kind: one of `specc.artifact.kv_rows.QUANTIZED_ROWS`.
+        mixes: the device has `specc.hadamard`.
     Raises:
         ConfigError: wider heads than the operators take.
     """
@@ -25,8 +35,9 @@ class QuantizeCaches(Pass):
     requires = (attention_is_a_tree,)
     ensures = (attention_is_a_tree, caches_are_quantized)
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, mixes: bool = False) -> None:
         self._kind = kind
+        self._mixes = mixes and kind == INT8
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
@@ -44,4 +55,20 @@ class QuantizeCaches(Pass):
             columns, dtype = stored_row(int(head_dim), value.dtype, self._kind)
             node.meta["val"] = value.new_empty((*sizes, columns), dtype=dtype)
             result.rewrites += 1
+        # of `attend`, keys are those of the target's own program
+        for node in program.calls(ops.tree_attention, ops.attend):
+            if self._mixes and not values_in_keys(node):
+                _mix(node, 2 if node.target is ops.tree_attention else 1)
         return result
+
+
+def _mix(attention: fx.Node, operands: int) -> None:
+    """Queries, and keys if they are an operand."""
+    graph, args = attention.graph, list(attention.args)
+    with graph.inserting_before(attention):
+        for i in range(operands):
+            rows: fx.Node = args[i]  # type: ignore[assignment]
+            if rows.meta["val"].stride(-1) != 1:
+                rows = emit_call(graph, torch.ops.aten.contiguous.default, rows)
+            args[i] = emit_call(graph, ops.hadamard, rows)
+    attention.args = tuple(args)

@@ -244,7 +244,8 @@ def _taps(context: CompileContext) -> Phases:
 
 def _quantized_rows(context: CompileContext) -> Phases:
     kind = context.config.kv_cache_dtype
-    return () if kind == AS_MODEL else ((CACHE, (partial(QuantizeCaches, kind),)),)
+    quantize = partial(QuantizeCaches, kind, context.facts.mixes_rows)
+    return () if kind == AS_MODEL else ((CACHE, (quantize,)),)
 
 
 def _vocabulary(draft: ModelSource, num_ids: int) -> Phases:

@@ -47,7 +47,13 @@ def _rope_write(rng: random.Random) -> Arguments:
     rotated = rng.choice((head_dim // 2 * 2, 0, head_dim // 4 * 2))
     tables = torch.randn(tokens, 2 * rotated).to(rng.choice((torch.float32, torch.bfloat16)))
     kept = {name: made[name] for name in ("q", "k", "v", "k_cache", "v_cache", *_PLACES)}
-    return {**kept, "cos": tables[:, :rotated], "sin": tables[:, rotated:]}
+    made = {**kept, "cos": tables[:, :rotated], "sin": tables[:, rotated:]}
+    return {**made, "mixes": rng.choice((False, True))}
+
+
+def _hadamard(rng: random.Random) -> Arguments:
+    rows, width = rng.choice(((), (0,), (2, 3))), rng.choice((*WIDTHS, 96, 256))
+    return {"x": torch.randn(*rows, width).to(rng.choice((torch.float32, torch.bfloat16)))}
 
 
 def _attend(rng: random.Random) -> Arguments:
@@ -63,5 +69,6 @@ FUSED_BUILDERS: dict[str, Builder] = {
     "act_and_mul": _act_and_mul,
     "write_kv": _write_kv,
     "rope_write": _rope_write,
+    "hadamard": _hadamard,
     "attend": _attend,
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specc.kernels.native_calls import CODES, call
-from specc.kernels.reference import core, fused
+from specc.kernels.reference import core, fused, kv_rows
 
 pytestmark = pytest.mark.usefixtures("native_operators")
 
@@ -193,11 +193,21 @@ def test_rope_write(sizes: tuple[int, ...], is_int8: bool, dtype: torch.dtype) -
         given = Pass.drawn(sizes, dtype, tables, torch.int8 if is_int8 else dtype)  # type: ignore[arg-type]
         found, wanted = given.copies(), given.copies()
         inputs = (given.q, given.k, given.v, given.cos, given.sin)
-        q = call("specc::rope_write", *inputs, *found, *given.places)
-        expected = fused.rope_write_reference(*inputs, *wanted, *given.places)
+        q = call("specc::rope_write", *inputs, *found, *given.places, is_int8)
+        expected = fused.rope_write_reference(*inputs, *wanted, *given.places, is_int8)
         assert torch.equal(q, expected)
         assert q.stride() == expected.stride()
         assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 17, 24, 96, 256])
+def test_hadamard(columns: int, dtype: torch.dtype) -> None:
+    """Bit for bit, of rows that lie apart."""
+    torch.manual_seed(0)
+    for sizes in ((), (0,), (3,), (2, 70)):
+        x = torch.randn(*sizes, 2 * columns).to(dtype)[..., :columns]
+        assert torch.equal(call("specc::hadamard", x), kv_rows.hadamard_reference(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -277,7 +287,7 @@ def test_what_would_leave_a_cache_is_refused() -> None:
         ((q_start, alive, table.long()), "block_table is"),
     ):
         with pytest.raises(RuntimeError, match=told):
-            call("specc::rope_write", *inputs, *changed)
+            call("specc::rope_write", *inputs, *changed, False)
         with pytest.raises(RuntimeError, match=told):
             call("specc::write_kv", given.k, given.v, *inputs[5:], *changed, False)
     for name, arguments in (

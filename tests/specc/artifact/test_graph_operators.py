@@ -45,6 +45,7 @@ BY_PASSES = {
     "specc.embedding_of_blocks.default": "passes/lower/cpu/linear.py",
     "specc.fold_conv.default": "passes/step/fuse_step.py",
     "specc.fold_recurrence.default": "passes/step/fuse_step.py",
+    "specc.hadamard.default": "passes/rewrite/quantize_caches.py",
     "specc.invariant_attend.default": "passes/rewrite/fix_row_sums.py",
     "specc.invariant_linear.default": "passes/rewrite/fix_row_sums.py",
     "specc.invariant_linear_q.default": "passes/rewrite/fix_row_sums.py",
