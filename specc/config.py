@@ -97,7 +97,8 @@ class CompileConfig:
     weight_fragments: bool = option(
         False,
         "Store quantized weights in the order in which tensor cores take them, and multiply up to"
-        " 32 rows by them as they lie: for the backend cuda, in bfloat16. No GPU has run this yet.",
+        " 32 rows, of experts 16 tokens, by them as they lie: for the backend cuda, in bfloat16."
+        " No GPU has run this yet.",
     )
     calibration: Path | None = option(
         None,

@@ -347,25 +347,15 @@ def float8_blocks(size: int) -> Format:
 
 def write_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes uint8 [N, K / 2], exponents uint8 [N, K / 32], and the weight that they are."""
-    table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    outputs, columns = weight.shape
-    codes = torch.zeros(outputs, columns // 2, dtype=torch.uint8)
-    exponents = torch.zeros(outputs, columns // 32, dtype=torch.uint8)
-    exact = torch.zeros(outputs, columns)
-    for n in range(outputs):
-        for g in range(columns // 32):
-            largest = float(weight[n, 32 * g : 32 * g + 32].abs().max())
-            power = int(np.floor(np.log2(largest))) - 2 if largest else -127
-            exponents[n, g] = power + 127
-            for k in range(32 * g, 32 * g + 32):
-                value = abs(float(weight[n, k])) / 2.0**power
-                code = int(np.argmin([abs(value - own) for own in table]))
-                exact[n, k] = table[code] * 2.0**power
-                if weight[n, k] < 0:
-                    exact[n, k] = -exact[n, k]
-                    code += 8
-                codes[n, k // 2] |= code if k % 2 == 0 else code << 4
-    return codes, exponents, exact
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    groups = weight.double().unflatten(1, (-1, 32))
+    largest = groups.abs().amax(2, keepdim=True)
+    power = torch.where(largest > 0, largest.log2().floor() - 2, -127.0)
+    codes = (groups.abs() / power.exp2())[..., None].sub(table).abs().argmin(-1)
+    exact = (table[codes] * power.exp2()).where(groups >= 0, -table[codes] * power.exp2())
+    codes = (codes + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+    exponents = (power + 127)[..., 0].to(torch.uint8)
+    return codes[:, ::2] | codes[:, 1::2] << 4, exponents, exact.flatten(1).float()
 
 
 def packed_mxfp4() -> Format:

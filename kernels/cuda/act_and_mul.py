@@ -11,7 +11,10 @@ from torch import Tensor
 
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check, rows_of
-from specc.kernels.reference.fused import ACTIVATIONS
+from specc.kernels.reference.fused import ACTIVATIONS, GATE_LIMIT, GATE_SHARPNESS
+
+LIMIT = tl.constexpr(GATE_LIMIT)
+SHARPNESS = tl.constexpr(GATE_SHARPNESS)
 
 
 @dataclass(frozen=True)
@@ -131,3 +134,26 @@ def activate(b_x, ACTIVATION: tl.constexpr):
         # a comparison, since a maximum would lose NaN
         b_y = tl.where(b_x < 0.0, 0.0, b_x)
     return b_y
+
+
+@triton.jit
+def activated(b_x, activation):
+    """By the number of the activation among `ACTIVATIONS`."""
+    if activation == 0:
+        b_x = activate(b_x, "silu")
+    elif activation == 1:
+        b_x = activate(b_x, "gelu")
+    elif activation == 2:
+        b_x = activate(b_x, "gelu_tanh")
+    else:
+        b_x = activate(b_x, "relu")
+    return b_x
+
+
+@triton.jit
+def clamped(b_gate, b_up):
+    """The gate of gpt-oss; see `gated` of the oracle."""
+    # not by minima, which lose a NaN
+    b_gate = tl.where(b_gate > LIMIT, LIMIT, b_gate)
+    b_up = tl.where(b_up > LIMIT, LIMIT, tl.where(b_up < -LIMIT, -LIMIT, b_up))
+    return b_gate / (1.0 + tl.exp(b_gate * -SHARPNESS)) * (b_up + 1.0)

@@ -16,9 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from specc.kernels.cuda.act_and_mul import activate
+from specc.kernels.cuda.act_and_mul import activated
 from specc.kernels.cuda.dependent import let_next_start, wait_alone
 from specc.kernels.cuda.linear_q_fragments_loop import (
+    MX_LEFT,
     PAIR,
     SPAN,
     WORDS,
@@ -27,7 +28,10 @@ from specc.kernels.cuda.linear_q_fragments_loop import (
     lane_layout,
     load_words,
     multiply_step,
+    parts_of_block,
     row_layout,
+    scales_of_block,
+    spans_of_tile,
     word_layout,
     words_of_warps,
 )
@@ -35,24 +39,6 @@ from specc.kernels.cuda.linear_q_fragments_loop import (
 # columns that are normed at a time: eight a thread of eight warps
 CHUNK = gl.constexpr(2048)
 SPANS_OF_CHUNK = gl.constexpr(8)
-
-
-@gluon.constexpr_function
-def spans_of_tile(kind: str) -> int:
-    return 2 if kind in ("int4", "mxfp4") else 1
-
-
-@gluon.jit
-def parts_of_block(K, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr):
-    """Words of a block before its zero points, and before its tiles, and how many tiles it has."""
-    groups = 1
-    if GROUP != 0:
-        groups = K // GROUP
-    zeros = groups * (8 if KIND == "mxfp4" else 32)
-    head = zeros
-    if HAS_ZEROS:
-        head = head + groups * 16
-    return zeros, head, K // (spans_of_tile(KIND) * SPAN)
 
 
 @gluon.jit
@@ -168,11 +154,7 @@ def block_sums(
     LX: gl.constexpr = row_layout(W, BM)
     LZ: gl.constexpr = lane_layout(W)
     begin = i_b.to(gl.int64) * block_words
-    o_r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, A)))
-    o_r = gl.expand_dims(gl.expand_dims(o_r, 0), 2)
-    p_scale = scales + begin * (4 if KIND == "mxfp4" else 1) + o_r
-    o_lane = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LZ)), 0)
-    p_zero = p_zero + begin + o_lane // 4
+    p_scale, p_lane = scales_of_block(scales, p_zero, begin, 0, KIND, W, A)
     acc = (gl.zeros([W, 16, BM], gl.float32, A),) * 2
     for first in range(0, tiles, W * U):
         if RING != 0:
@@ -198,7 +180,7 @@ def block_sums(
             held = load_words(p_tile + words_of_warps(first_ahead, tiles, U, W, LW), U, 2)
         i_ahead, first_ahead = _next_step(i_ahead, first_ahead, tiles, W * U)
         acc = multiply_step(
-            words, acc, None, None, rows, p_scale, p_zero, first, tiles,
+            words, acc, None, None, rows, p_scale, p_lane, first, tiles,
             KIND, GROUP, HAS_ZEROS, SPANS, W, 2, BM, BS, U, A, LX, LZ,
         )  # fmt: skip
     b_first, b_second = gl.sum(acc[0], 0), gl.sum(acc[1], 0)
@@ -206,21 +188,9 @@ def block_sums(
         o_row = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(0, A))), 1)
         b_first = b_first * gl.load(scales + (begin + o_row))
         b_second = b_second * gl.load(scales + (begin + 16 + o_row))
+    if KIND == "mxfp4":
+        b_first, b_second = b_first * MX_LEFT, b_second * MX_LEFT
     return b_first, b_second, held, turn, i_ahead, first_ahead
-
-
-@gluon.jit
-def _activated(b_x, activation):
-    """By the number of the activation among all of them."""
-    if activation == 0:
-        b_x = activate(b_x, "silu")
-    elif activation == 1:
-        b_x = activate(b_x, "gelu")
-    elif activation == 2:
-        b_x = activate(b_x, "gelu_tanh")
-    else:
-        b_x = activate(b_x, "relu")
-    return b_x
 
 
 @gluon.jit(do_not_specialize=["num_rows", "size", "bias_size", "activation"])
@@ -285,7 +255,7 @@ def add_norm_fragments_kernel(
         m_out = o_col < num_rows
         if IS_GATED:
             p_out = out + (o_col * (size // 2) + i_b * 16 + o_row)
-            b_out = _activated(b_first, activation) * b_second
+            b_out = activated(b_first, activation) * b_second
             gl.store(p_out, b_out.to(gl.bfloat16), mask=m_out)
         else:
             o_n = i_b * 32 + o_row

@@ -14,7 +14,8 @@ no tile do nothing.
 
 Every number is written by one program, and a token's experts are added up in its order of them:
 results differ neither from replay to replay nor, of few tokens, with what stands beside a token.
-Matrices are floats, or quantized as the engine's file has them, and then read as `linear_q` does.
+Matrices are floats, or quantized as the engine's file has them, and then read as `linear_q` does:
+those in fragments, of few tokens, by kernels of their own (`experts_fragments`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import triton
 from torch import Tensor
 
 from specc.artifact.quantized_layout import QuantizedLayout
+from specc.kernels.cuda import experts_fragments
 from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend_config import MOST_REGISTERS
 from specc.kernels.cuda.dependent import launch_options, with_dependent
@@ -38,13 +40,12 @@ from specc.kernels.cuda.experts_kernels import (
     experts_order_kernel,
     experts_sum_kernel,
 )
-from specc.kernels.cuda.linear_q_parts import format_of, parts_of, pointers_of
+from specc.kernels.cuda.experts_operands import check_bias, check_operands, fragments
+from specc.kernels.cuda.linear_q_parts import format_of, parts_of, pointers_of, width_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.kernels.cuda.strided_rows import FLOATS, check
+from specc.kernels.cuda.strided_rows import FLOATS
 from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
-from specc.kernels.reference.products import num_matrices
 
-NAME = "experts"
 # whose pairs a program looks through by itself, and experts of each
 FEW_TOKENS, FEW_CHOSEN = 16, 16
 # pairs and experts that a program reads at a time, and columns of a sum
@@ -78,7 +79,7 @@ class ExpertTile:
         is_exact = layout.kind == "mxfp4" and dtype != torch.float16
         columns = self.block_k if is_exact else min(self.block_k, layout.group or self.block_k)
         parts = {"BK": columns, "PARTS": self.block_k // columns}
-        return sizes | format_of(layout) | {"WIDTH": layout.header_columns} | parts
+        return sizes | format_of(layout) | {"WIDTH": width_of(layout)} | parts
 
     def num_tiles(self, num_pairs: int, num_experts: int) -> int:
         """Most tiles that this many sorted pairs can make."""
@@ -127,10 +128,10 @@ def experts(
     """See `experts_reference`."""
     size = size or (down.shape[-1] if down.dim() else 0)
     layouts = [QuantizedLayout.named(x) if x else None for x in (gate_up_layout, down_layout)]
-    num_experts = _check(x, ids, weights, (gate_up, down), layouts, size, activation)
+    num_experts = check_operands(x, ids, weights, (gate_up, down), layouts, size, activation)
     hidden = x.shape[1]
-    _check_bias("gate_up_bias", gate_up_bias, (num_experts, 2 * size), x.dtype)
-    _check_bias("down_bias", down_bias, (num_experts, hidden), x.dtype)
+    check_bias("gate_up_bias", gate_up_bias, (num_experts, 2 * size), x.dtype)
+    check_bias("down_bias", down_bias, (num_experts, hidden), x.dtype)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     num_tokens, top_k = ids.shape
     num_pairs = num_tokens * top_k
@@ -150,15 +151,24 @@ def experts(
             ids, order, counts, num_pairs, BS=BLOCK_PAIRS, num_warps=4, num_stages=1
         )  # fmt: skip
     places = (ids if is_few else None, order, counts)
-    inner = x.new_empty(num_pairs, size)
-    levels, options = _operand(gate_up, x.dtype, layouts[0], tiles[0])
-    experts_gate_up_kernel[_grid(tiles[0], num_pairs, num_experts, size, is_few)](
-        x, *places, levels, inner, num_pairs, num_experts, top_k, size, hidden,
-        ACTIVATION=activation,
-        bias=gate_up_bias,
-        **options,
-        **_options(tiles[0], x.dtype, activation, is_few),
-    )  # fmt: skip
+    if is_few and (layout := fragments(layouts[0])):
+        given = x, ids, gate_up, gate_up_bias, num_experts, size, activation, layout
+        inner = experts_fragments.gate_up(*given)
+    else:
+        inner = x.new_empty(num_pairs, size)
+        levels, options = _operand(gate_up, x.dtype, layouts[0], tiles[0])
+        experts_gate_up_kernel[_grid(tiles[0], num_pairs, num_experts, size, is_few)](
+            x, *places, levels, inner, num_pairs, num_experts, top_k, size, hidden,
+            ACTIVATION=activation,
+            bias=gate_up_bias,
+            **options,
+            **_options(tiles[0], x.dtype, activation, is_few, layouts[0]),
+        )  # fmt: skip
+    if arrived is not None and (layout := fragments(layouts[1])):
+        experts_fragments.down(
+            inner, ids, down, down_bias, num_experts, weights, out, arrived, layout
+        )
+        return out
     found = x.new_empty(num_pairs, hidden, dtype=torch.float32)
     of_sum = (weights, out, arrived) if is_few else (None, None, None)
     levels, options = _operand(down, x.dtype, layouts[1], tiles[1])
@@ -166,7 +176,7 @@ def experts(
         inner, *places, levels, found, *of_sum, num_pairs, num_experts, top_k, hidden, size,
         bias=down_bias,
         **options,
-        **_options(tiles[1], x.dtype, None, is_few),
+        **_options(tiles[1], x.dtype, None, is_few, layouts[1]),
     )  # fmt: skip
     if not is_few:
         experts_sum_kernel[(num_tokens, triton.cdiv(hidden, BLOCK_SUM))](
@@ -199,10 +209,14 @@ def _grid(
 
 
 def _options(
-    tile: ExpertTile, dtype: torch.dtype, activation: str | None, is_few: bool
+    tile: ExpertTile,
+    dtype: torch.dtype,
+    activation: str | None,
+    is_few: bool,
+    layout: QuantizedLayout | None,
 ) -> dict[str, Any]:
     """What both products are launched with."""
-    most = _most_registers(is_few, dtype, activation)
+    most = _most_registers(is_few, dtype, activation, layout)
     return {
         **launch_options(dtype, is_few),
         "num_warps": tile.num_warps,
@@ -211,69 +225,16 @@ def _options(
     }
 
 
-def _most_registers(is_few: bool, dtype: torch.dtype, activation: str | None) -> int | None:
+def _most_registers(
+    is_few: bool, dtype: torch.dtype, activation: str | None, layout: QuantizedLayout | None
+) -> int | None:
     """Registers that a thread may have; None leaves it to ptxas.
 
     Which of itself makes one program more of few tokens fit sm_120, or of products in float32 with
-    gpt-oss's gate sm_100, and spills.
+    gpt-oss's gate, or of fragments, sm_100, and spills.
     """
-    return MOST_REGISTERS if is_few or (dtype, activation) == (torch.float32, CLAMPED) else None
-
-
-def _check(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    stacks: tuple[Tensor, Tensor],
-    layouts: list[QuantizedLayout | None],
-    size: int,
-    activation: str,
-) -> int:
-    """How many experts there are."""
-    is_rows = x.dim() == 2 and x.dtype in FLOATS and x.shape[1] > 0
-    check(is_rows, NAME, f"x {x.dtype} {list(x.shape)}", "[N, H] of floats")
-    check(
-        ids.dim() == 2 and ids.shape[0] == x.shape[0] and ids.dtype == torch.int64,
-        NAME,
-        f"ids {ids.dtype} {list(ids.shape)}",
-        f"[{x.shape[0]}, K] of torch.int64",
-    )
-    check(
-        weights.shape == ids.shape and weights.dtype in (torch.float32, x.dtype),
-        NAME,
-        f"weights {weights.dtype} {list(weights.shape)}",
-        f"{list(ids.shape)} of torch.float32 or {x.dtype}",
-    )
-    hidden = x.shape[1]
-    shapes = (2 * size, hidden), (hidden, size)
-    num_experts = num_matrices(stacks[0], shapes[0], layouts[0])
-    for name, stack, shape, layout in zip(
-        ("gate_up", "down"), stacks, shapes, layouts, strict=True
-    ):
-        wanted = (num_experts, *shape)
-        stored = wanted if layout is None else layout.stored_shape(wanted)
-        dtype = x.dtype if layout is None else torch.uint8
-        check(
-            num_experts > 0 and size > 0 and stack.shape == stored and stack.dtype == dtype,
-            NAME,
-            f"{name} {stack.dtype} {list(stack.shape)}",
-            f"gate_up [E, 2 I, {hidden}] and down [E, {hidden}, I] of {x.dtype}, or quantized",
-        )
-        check(
-            stack.is_contiguous(), NAME, f"{name} of strides {stack.stride()}", "a contiguous one"
-        )
-    known = (*ACTIVATIONS, CLAMPED)
-    check(activation in known, NAME, activation, f"one of {', '.join(known)}")
-    return num_experts
-
-
-def _check_bias(name: str, bias: Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    check(
-        bias is None or (bias.shape == shape and bias.dtype == dtype and bias.is_contiguous()),
-        NAME,
-        f"{name} {None if bias is None else (bias.dtype, list(bias.shape), bias.stride())}",
-        f"a contiguous one of {dtype} {list(shape)}",
-    )
+    is_tight = is_few or (dtype, activation) == (torch.float32, CLAMPED)
+    return MOST_REGISTERS if is_tight or fragments(layout) else None
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -295,11 +256,11 @@ def shipped(capability: int) -> Iterator[Shipped]:
             items.append(_gate_up(dtype, is_few, CLAMPED, has_bias=True))
             for has_bias, kind in itertools.product((False, True), kinds if is_few else (None,)):
                 items.append(_down(dtype, kind, has_bias=has_bias))
-            for name in QUANTIZED if dtype == torch.bfloat16 else QUANTIZED[-1:]:
+            for name in _names(dtype, is_few):
                 layout = QuantizedLayout.named(name)
                 items.append(_gate_up(dtype, is_few, "silu", layout))
                 items.append(_down(dtype, "fp32" if is_few else None, layout))
-                if name == "mxfp4":
+                if layout.kind == "mxfp4":
                     items.append(_gate_up(dtype, is_few, CLAMPED, layout, has_bias=True))
                     kind = "fp32" if is_few else None
                     items.append(_down(dtype, kind, layout, has_bias=True))
@@ -322,6 +283,14 @@ def shipped(capability: int) -> Iterator[Shipped]:
 
 # layouts with configurations, of other types than bfloat16 the last; others are compiled when met
 QUANTIZED = ("int8", "int4-g128", "int4-g32-zeros", "fp8-g128", "mxfp4")
+# of many tokens, and bfloat16
+FRAGMENTS = tuple(f"{name}-fragments" for name in ("int8", "int4-g128", "fp8-g128", "mxfp4"))
+
+
+def _names(dtype: torch.dtype, is_few: bool) -> tuple[str, ...]:
+    if dtype != torch.bfloat16:
+        return QUANTIZED[-1:]
+    return QUANTIZED if is_few else (*QUANTIZED, *FRAGMENTS)
 
 
 def _gate_up(
@@ -344,7 +313,7 @@ def _gate_up(
     return replace(
         item,
         constexprs={**item.constexprs, "ACTIVATION": activation},
-        max_registers=_most_registers(is_few, dtype, activation),
+        max_registers=_most_registers(is_few, dtype, activation, layout),
     )
 
 
@@ -368,7 +337,7 @@ def _down(
         layout,
         given | of_sum,
     )
-    return replace(item, max_registers=_most_registers(is_few, dtype, None))
+    return replace(item, max_registers=_most_registers(is_few, dtype, None, layout))
 
 
 def _product(

@@ -5,14 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specc.kernels.cuda.act_and_mul import activate
+from specc.kernels.cuda.act_and_mul import activate, clamped
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.dependent import let_next_start, wait_alone
 from specc.kernels.cuda.linear_q_kernels import BLOCK, quantized_product
-from specc.kernels.reference.fused import GATE_LIMIT, GATE_SHARPNESS
 
-LIMIT = tl.constexpr(GATE_LIMIT)
-SHARPNESS = tl.constexpr(GATE_SHARPNESS)
 # experts of a token whose rows are asked for at once
 TOGETHER = tl.constexpr(8)
 
@@ -35,15 +32,6 @@ def experts_order_kernel(ids, order, counts, num_pairs, BS: tl.constexpr):
         b_own = m_own.to(tl.int32)
         tl.store(order + place + tl.cumsum(b_own, 0) - 1, s + o_s, mask=m_own)
         place += tl.sum(b_own, 0)
-
-
-@triton.jit
-def _clamped(b_gate, b_up):
-    """The gate of gpt-oss; see `gated` of the oracle."""
-    # not by minima, which lose a NaN
-    b_gate = tl.where(b_gate > LIMIT, LIMIT, b_gate)
-    b_up = tl.where(b_up > LIMIT, LIMIT, tl.where(b_up < -LIMIT, -LIMIT, b_up))
-    return b_gate / (1.0 + tl.exp(b_gate * -SHARPNESS)) * (b_up + 1.0)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "top_k"])
@@ -87,9 +75,14 @@ def experts_gate_up_kernel(
         o_row = tl.interleave(2 * o_in, 2 * o_in + 1)
     else:
         o_row = tl.interleave(o_in, o_in + size)
+    o_stored = o_row
+    if BITS > 0 and HEADER == 0:
+        # of fragments: both halves of a block
+        o_gate = o_in // 16 * 32 + o_in % 16
+        o_stored = tl.interleave(o_gate, o_gate + 16)
     o_token = tl.maximum(b_pair, 0) // top_k
     b_both = _product(
-        x, o_token, b_pair >= 0, levels, scales, zeros, expert, o_row, 2 * size, K,
+        x, o_token, b_pair >= 0, levels, scales, zeros, expert, o_stored, 2 * size, K,
         BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, 2 * BN, BK, PARTS,
     )  # fmt: skip
     let_next_start(IS_DEPENDENT)
@@ -97,7 +90,7 @@ def experts_gate_up_kernel(
         b_both += tl.load(bias + expert * 2 * size + o_row)[None, :].to(tl.float32)
     b_gate, b_up = tl.split(tl.reshape(b_both, [BM, BN, 2]))
     if ACTIVATION == "clamped":
-        b_out = _clamped(b_gate, b_up)
+        b_out = clamped(b_gate, b_up)
     else:
         b_out = activate(b_gate, ACTIVATION) * b_up
     p_out = out + b_pair.to(tl.int64)[:, None] * size + o_i[None, :]

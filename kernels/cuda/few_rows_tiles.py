@@ -201,10 +201,10 @@ FRAGMENT_LAYOUTS = tuple(
 _WIDE_ROWS = Tile(16, 256, 8, 4, form=FRAGMENTS, block_m=32)
 _NO_RING = Tile(16, 256, 8, 2, form=FRAGMENTS, block_m=8)
 _FRAGMENT_TILES = {
-    4: (Tile(32, 256, 8, 3, form=FRAGMENTS, block_m=8), _NO_RING, _WIDE_ROWS),
+    4: (Tile(32, 256, 8, 3, form=FRAGMENTS, block_m=8, registers=128), _NO_RING, _WIDE_ROWS),
     8: (
         Tile(32, 128, 8, 3, form=FRAGMENTS, block_m=8),
-        Tile(32, 128, 8, 3, form=FRAGMENTS, block_m=16),
+        Tile(32, 128, 8, 3, form=FRAGMENTS, block_m=16, registers=128),
         replace(_WIDE_ROWS, block_k=128),
     ),
 }
@@ -214,7 +214,9 @@ def fragment_tiles(layout: str) -> tuple[Tile, ...]:
     """All of a layout: a warp has as many bytes of a step, whatever a level has."""
     if layout == "int4-g32-fragments":
         return _NO_RING, _WIDE_ROWS
-    return _FRAGMENT_TILES[4 if layout.startswith(("int4", "mxfp4")) else 8]
+    first, *others = _FRAGMENT_TILES[4 if layout.startswith(("int4", "mxfp4")) else 8]
+    # zero points of groups that are one span take more
+    return (replace(first, registers=None) if "-g32-" in layout else first, *others)
 
 
 # with a norm in front: of a row, or of eight, that are in shared memory, beside a ring where that

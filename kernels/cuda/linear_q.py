@@ -32,7 +32,7 @@ from specc.kernels.cuda.few_rows_tiles import (
     quantized_tiles,
 )
 from specc.kernels.cuda.linear_q_kernels import linear_q_decode_kernel, linear_q_kernel
-from specc.kernels.cuda.linear_q_parts import absent_of, format_of, parts_of, pointers_of
+from specc.kernels.cuda.linear_q_parts import absent_of, format_of, parts_of, pointers_of, width_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 
@@ -173,14 +173,16 @@ def _pieces(blocks: int, step: int, pairs: int, size: int) -> Iterator[tuple[int
 
 
 def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: QuantizedLayout) -> Tensor:
-    """(u - z) · s of `size` outputs from block `first` on: [size, K] in the dtype of `like`."""
-    if layout.is_fragments:
-        return linear_q_fragments.decoded(weight, like, first, size, layout)
-    columns = like.shape[1]
+    """(u - z) · s of `size` outputs from block `first` on: [size, K] in the dtype of `like`.
+
+    Of outputs that lie apart first halves of blocks come before second ones.
+    """
+    columns, blocks = like.shape[1], triton.cdiv(size, BLOCK)
     out = like.new_empty(size, columns)
-    grid = (triton.cdiv(size, BLOCK), triton.cdiv(columns, _DECODE_BLOCK * _DECODE_PARTS))
+    grid = (blocks, triton.cdiv(columns, _DECODE_BLOCK * _DECODE_PARTS))
     linear_q_decode_kernel[grid](
-        *parts_of(weight, layout), out, first, size, layout.header_columns or columns, columns,
+        *parts_of(weight, layout), out, first, size, width_of(layout) or columns,
+        min(layout.distance // HALF, blocks), columns,
         **format_of(layout),
         BK=_DECODE_BLOCK,
         PARTS=_DECODE_PARTS,
@@ -193,7 +195,7 @@ def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: Quantiz
 def _constexprs(layout: QuantizedLayout, tile: Tile, rows: int) -> dict[str, Any]:
     columns = min(tile.block_k, layout.group or tile.block_k)
     return format_of(layout) | {
-        "WIDTH": layout.header_columns,
+        "WIDTH": width_of(layout),
         "BM": rows,
         "BN": tile.block_n,
         "BK": columns,
@@ -238,6 +240,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
                     yield _product(dtype, QuantizedLayout.named(name), tile, rows)
         for name in ("int8", "int8-zeros", "int4-g32", "int4-g32-zeros", "fp8", "mxfp4"):
             yield _decode(dtype, QuantizedLayout.named(name))
+    for name in ("int4-g32", "int4-g32-zeros", "mxfp4", "int8", "fp8"):
+        yield _decode(linear_q_fragments.DTYPE, QuantizedLayout.named(name).as_fragments)
 
 
 def _product(dtype: torch.dtype, layout: QuantizedLayout, tile: Tile, rows: int) -> Shipped:
@@ -262,7 +266,7 @@ def _decode(dtype: torch.dtype, layout: QuantizedLayout) -> Shipped:
     return Shipped(
         name=f"{kind}-decode-{name}",
         kernel=linear_q_decode_kernel,
-        signature=pointers | dict.fromkeys(("first", "size", "width", "K"), "i32"),
+        signature=pointers | dict.fromkeys(("first", "size", "width", "pairs", "K"), "i32"),
         constexprs=absent_of(layout)
         | format_of(layout)
         | {"BK": _DECODE_BLOCK, "PARTS": _DECODE_PARTS},

@@ -16,19 +16,13 @@ from torch import Tensor
 
 from specc.artifact.fragments import HALF
 from specc.artifact.quantized_layout import QuantizedLayout
-from specc.artifact.weight_layout import BLOCK
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.few_rows_tiles import FRAGMENT_LAYOUTS, Tile, fragment_tiles
-from specc.kernels.cuda.linear_q_fragments_kernels import (
-    linear_q_fragments_decode_kernel,
-    linear_q_fragments_kernel,
-)
+from specc.kernels.cuda.linear_q_fragments_kernels import linear_q_fragments_kernel
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # of rows of the product
 DTYPE = torch.bfloat16
-# columns that a program decodes
-_DECODED = 32
 
 
 def multiply(
@@ -43,20 +37,8 @@ def multiply(
         x.shape[0], size, 0 if bias is None else size, layout.distance // HALF, x.shape[1],
         **_constexprs(layout, tile),
         num_warps=tile.num_warps,
+        **({} if tile.registers is None else {"maxnreg": tile.registers}),
         **launch_options(x.dtype, tile.starts_early),
-    )  # fmt: skip
-    return out
-
-
-def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: QuantizedLayout) -> Tensor:
-    """As `linear_q.decoded`; of outputs that lie apart first halves come before second ones."""
-    columns, blocks = like.shape[1], triton.cdiv(size, BLOCK)
-    out = like.new_empty(size, columns)
-    linear_q_fragments_decode_kernel[(blocks, columns // _DECODED)](
-        weight.view(torch.int16), scales_of(weight, layout), weight.view(torch.bfloat16), out,
-        first, size, layout.group or columns, min(layout.distance // HALF, blocks), columns,
-        **decoding(layout),
-        num_warps=4,
     )  # fmt: skip
     return out
 
@@ -83,13 +65,11 @@ def _constexprs(layout: QuantizedLayout, tile: Tile) -> dict[str, Any]:
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
-    """Every tile of every layout that has them, and what decodes all layouts."""
+    """Every tile of every layout that has them."""
     for name in FRAGMENT_LAYOUTS:
         layout = QuantizedLayout.named(name)
         for tile in fragment_tiles(name):
             yield from with_dependent(_product(layout, tile), capability, DTYPE)
-    for name in ("int4-g128", "int4-g128-zeros", "mxfp4", "int8", "fp8"):
-        yield _decode(QuantizedLayout.named(name).as_fragments)
 
 
 def _product(layout: QuantizedLayout, tile: Tile) -> Shipped:
@@ -102,21 +82,7 @@ def _product(layout: QuantizedLayout, tile: Tile) -> Shipped:
         constexprs=_constexprs(layout, tile),
         num_warps=tile.num_warps,
         num_stages=3,
-        divisible=(*pointers, "K"),
-    )
-
-
-def _decode(layout: QuantizedLayout) -> Shipped:
-    out = f"*{TYPE_NAMES[DTYPE]}"
-    pointers = {"weight": "*i16", "scales": scale_type(layout), "zeros": "*bf16", "out": out}
-    return Shipped(
-        # groups of other sizes are other numbers, not other binaries
-        name=f"{layout.kind}{'-zeros' if layout.has_zeros else ''}-decode",
-        kernel=linear_q_fragments_decode_kernel,
-        signature=pointers | dict.fromkeys(("first", "size", "group", "pairs", "K"), "i32"),
-        constexprs=decoding(layout),
-        num_warps=4,
-        num_stages=3,
+        max_registers=tile.registers,
         divisible=(*pointers, "K"),
     )
 

@@ -14,9 +14,31 @@ from specc.kernels.cuda.linear_q_unpack import operand_of
 
 # columns of a span: of two instructions
 SPAN = gl.constexpr(32)
+# what sums of mxfp4 have to be multiplied by, and so factors of bfloat16 lack; a word's halves with
+# the exponent 110 = 126 - 16, to which that of a scale is added
+MX_LEFT = gl.constexpr(2.0**16)
+_MX_FACTOR = gl.constexpr(110 * 0x00800080)
 # words of a tile of 16 outputs, and of both tiles of a block of 32
 WORDS = gl.constexpr(128)
 PAIR = gl.constexpr(256)
+
+
+@gluon.constexpr_function
+def spans_of_tile(kind: str) -> int:
+    return 2 if kind in ("int4", "mxfp4") else 1
+
+
+@gluon.jit
+def parts_of_block(K, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr):
+    """Words of a block before its zero points, and before its tiles, and how many tiles it has."""
+    groups = 1
+    if GROUP != 0:
+        groups = K // GROUP
+    zeros = groups * (8 if KIND == "mxfp4" else 32)
+    head = zeros
+    if HAS_ZEROS:
+        head = head + groups * 16
+    return zeros, head, K // (spans_of_tile(KIND) * SPAN)
 
 
 @gluon.constexpr_function
@@ -103,22 +125,42 @@ def _zeros_of(p_zero, b_words):
 
 
 @gluon.jit
+def scales_of_block(
+    scales, p_zero, begin, half, KIND: gl.constexpr, W: gl.constexpr, A: gl.constexpr
+):
+    """Where scales of the first rows [1, 16, 1] of a half are, and zero points, or exponents of
+    mxfp4, of the first row of each lane [1, 32]; of a block from word `begin` on.
+    """
+    o_r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, A)))
+    o_g = gl.arange(0, 32, gl.SliceLayout(0, lane_layout(W))) // 4
+    if KIND == "mxfp4":
+        return scales, scales + (begin * 4 + half * 16 + gl.expand_dims(o_g, 0))
+    else:
+        p_scale = scales + (begin + half * 16 + gl.expand_dims(gl.expand_dims(o_r, 0), 2))
+        return p_scale, p_zero + (begin + half * 8 + gl.expand_dims(o_g, 0))
+
+
+@gluon.jit
+def _factors_of(p_exponent, b_words):
+    """What codes of mxfp4 in rows 0 … 7 and 8 … 15 are multiplied by: pairs like `b_words`.
+
+    Two of bfloat16 by one product: a scale is that of its byte, 2^(e - 127), and codes lie where
+    they are values times 2^-126 (`linear_q_unpack`), less `MX_LEFT`.
+    """
+    b_low = gl.load(p_exponent).to(gl.int32) * 0x00800080 + _MX_FACTOR  # [W, 32]
+    b_high = gl.load(p_exponent + 8).to(gl.int32) * 0x00800080 + _MX_FACTOR
+    return _for_words(b_low, b_words), _for_words(b_high, b_words)
+
+
+@gluon.jit
 def _for_words(b_lane, b_words):
     b_all = gl.reshape(gl.join(b_lane, b_lane), b_words.shape)
     return gl.convert_layout(b_all, b_words.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def _scale_of(p_scale, IS_EXPONENT: gl.constexpr):
-    b_scale = gl.load(p_scale)
-    if IS_EXPONENT:
-        b_scale = (b_scale.to(gl.int32) << 23).to(gl.float32, bitcast=True)
-    return b_scale
-
-
-@gluon.jit
 def multiply_step(
-    words, acc, p_x, m_row, rows, p_scale, p_zero, first, tiles,
+    words, acc, p_x, m_row, rows, p_scale, p_lane, first, tiles,
     KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, SPANS: gl.constexpr,
     W: gl.constexpr, NB: gl.constexpr, BM: gl.constexpr, BS: gl.constexpr, U: gl.constexpr,
     A: gl.constexpr, LX: gl.constexpr, LZ: gl.constexpr,
@@ -127,25 +169,29 @@ def multiply_step(
 
     Rows are at p_x where m_row, or BS of them in shared memory: `rows`, which is None otherwise, is
     [spans of a warp, W, BS, 32], or [spans of a warp, W, 32] of one row, zeros after the last
-    column.
+    column; then columns are whole sets of U tiles. p_lane are zero points, or exponents of mxfp4,
+    of a lane's first row. Sums of mxfp4 are `MX_LEFT` too small.
     """
+    IS_MX: gl.constexpr = KIND == "mxfp4"
     # spans that share a scale, as far as they are of one step
     SHARED: gl.constexpr = U * SPANS if GROUP == 0 else min(GROUP // SPAN, U * SPANS)
     PER_GROUP: gl.constexpr = max(GROUP // SPAN, 1)
-    # a warp has all of its tiles, or none: then its words are of others, and its rows are 0
+    # a warp whose tiles are not all there has the last U, and rows of 0 for those that others have
     if rows is None:
-        m_x = m_row & (first + warps_of(W, LX) * U < tiles)
-        p_x = p_x + first * (SPANS * SPAN)
+        o_t = first + warps_of(W, LX) * U
+        i_t = gl.minimum(o_t, tiles - U)
+        p_x = p_x + i_t * (SPANS * SPAN)
     i_a = gl.minimum(first + warps_of(W, A) * U, tiles - U) * SPANS
-    if HAS_ZEROS:
+    if HAS_ZEROS or IS_MX:
         o_z = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, LZ)), 1)
         i_z = gl.minimum(first + o_z * U, tiles - U) * SPANS
     for part in gl.static_range(U * SPANS // SHARED):
         sums = acc
-        if GROUP != 0:
+        if GROUP != 0 and not IS_MX:
             sums = (gl.zeros([W, 16, BM], gl.float32, A),) * NB
         for v in gl.static_range(SHARED):
             if rows is None:
+                m_x = m_row & (i_t + (part * SHARED + v) // SPANS >= o_t)
                 b_x = gl.load(p_x + (part * SHARED + v) * SPAN, mask=m_x, other=0.0)
             else:
                 span = rows.index(first // W * SPANS + part * SHARED + v)
@@ -155,19 +201,23 @@ def multiply_step(
             for n in gl.static_range(NB):
                 b_words = words[(part * SHARED + v) // SPANS * NB + n]
                 b_words = _span(b_words, (part * SHARED + v) % SPANS, SPANS, W)
-                if HAS_ZEROS:
+                if IS_MX:
+                    p_own = p_lane + (i_z + part) * 32 + n * 16
+                    b_low, b_high = _factors_of(p_own, b_words)
+                    b_w = operand_of(b_words, b_low, b_high, KIND, W, A)
+                elif HAS_ZEROS:
                     i_zero = (i_z + part * SHARED) // PER_GROUP * 16
-                    b_low, b_high = _zeros_of(p_zero + i_zero + n * 8, b_words)
+                    b_low, b_high = _zeros_of(p_lane + i_zero + n * 8, b_words)
                     b_w = operand_of(b_words, b_low, b_high, KIND, W, A)
                 else:
                     b_w = operand_of(b_words, None, None, KIND, W, A)
                 new = new + (mma_v2(b_w, b_x, sums[n]),)  # type: ignore[assignment]  # noqa: RUF005
             sums = new
-        if GROUP != 0:
+        if GROUP != 0 and not IS_MX:
             new = ()
             for n in gl.static_range(NB):
                 p_own = p_scale + (i_a + part * SHARED) // PER_GROUP * 32 + n * 16
-                grouped = sums[n] * _scale_of(p_own, KIND == "mxfp4")
+                grouped = sums[n] * gl.load(p_own)
                 new = new + (acc[n] + grouped,)  # type: ignore[assignment]  # noqa: RUF005
             sums = new
         acc = sums
@@ -204,3 +254,72 @@ def copy_step(ring, turn, p_copy, first, tiles, U: gl.constexpr, W: gl.constexpr
     o_w = words_of_warps(first, tiles, U, W, LC)
     async_copy.async_copy_global_to_shared(ring.index(turn), p_copy + o_w)
     async_copy.commit_group()
+
+
+@gluon.jit
+def first_steps(
+    p_words, tiles, W: gl.constexpr, NB: gl.constexpr, U: gl.constexpr, RING: gl.constexpr
+):
+    """Ask for the first words of a program: a ring in shared memory, or words, of a step."""
+    if RING != 0:
+        LC: gl.constexpr = copy_layout(W, U * NB)
+        S: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+        held = gl.allocate_shared_memory(gl.int32, [RING, W, U * NB * WORDS], S)
+        for turn in gl.static_range(RING - 1):
+            p_copy = p_words + _words_of_step(U, NB, LC)
+            copy_step(held, turn, p_copy, turn * (W * U), tiles, U, W, LC)
+    else:
+        LW: gl.constexpr = word_layout(W)
+        o_w = gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(0, LW)), 0)
+        held = load_words(p_words + o_w + words_of_warps(0, tiles, U, W, LW), U, NB)
+    return held
+
+
+@gluon.jit
+def _words_of_step(U: gl.constexpr, NB: gl.constexpr, LC: gl.constexpr):
+    """Where the words of a warp's U tiles of NB blocks are, [1, U · NB · 128]."""
+    o_c = gl.arange(0, U * NB * WORDS, gl.SliceLayout(0, LC))
+    return gl.expand_dims(o_c // (NB * WORDS) * PAIR + o_c % (NB * WORDS), 0)
+
+
+@gluon.jit
+def all_steps(
+    held, p_words, p_x, m_row, p_scale, p_lane, tiles,
+    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr, SPANS: gl.constexpr,
+    W: gl.constexpr, NB: gl.constexpr, BM: gl.constexpr, U: gl.constexpr, RING: gl.constexpr,
+    A: gl.constexpr,
+):  # fmt: skip
+    """Sums of a program, NB of [W, 16, BM], from what `first_steps` has asked for."""
+    LW: gl.constexpr = word_layout(W)
+    LC: gl.constexpr = copy_layout(W, U * NB)
+    LX: gl.constexpr = row_layout(W, BM)
+    LZ: gl.constexpr = lane_layout(W)
+    acc = (gl.zeros([W, 16, BM], gl.float32, A),) * NB
+    if RING != 0:
+        p_copy = p_words + _words_of_step(U, NB, LC)
+        turn = 0
+        for first in range(0, tiles, W * U):
+            async_copy.wait_group(RING - 2)
+            words = ()
+            for j in gl.static_range(U * NB):
+                word = held.index(turn).slice(j * WORDS, WORDS, dim=1).load(LW)
+                words = words + (word,)  # type: ignore[assignment]  # noqa: RUF005
+            free = gl.where(turn == 0, RING - 1, turn - 1)
+            copy_step(held, free, p_copy, first + (RING - 1) * W * U, tiles, U, W, LC)
+            acc = multiply_step(
+                words, acc, p_x, m_row, None, p_scale, p_lane, first, tiles,
+                KIND, GROUP, HAS_ZEROS, SPANS, W, NB, BM, BM, U, A, LX, LZ,
+            )  # fmt: skip
+            turn = gl.where(turn == RING - 1, 0, turn + 1)
+        async_copy.wait_group(0)
+    else:
+        p_tile = p_words + gl.expand_dims(gl.arange(0, WORDS, gl.SliceLayout(0, LW)), 0)
+        words = held
+        for first in range(0, tiles, W * U):
+            ahead = load_words(p_tile + words_of_warps(first + W * U, tiles, U, W, LW), U, NB)
+            acc = multiply_step(
+                words, acc, p_x, m_row, None, p_scale, p_lane, first, tiles,
+                KIND, GROUP, HAS_ZEROS, SPANS, W, NB, BM, BM, U, A, LX, LZ,
+            )  # fmt: skip
+            words = ahead
+    return acc

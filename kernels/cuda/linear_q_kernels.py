@@ -4,13 +4,15 @@ Blocks lie as `specc.artifact.quantized_layout` has them: of each header, 32 sca
 where there are any, and units of 32 elements, one for each output. So a program reads a step of its
 outputs in one run of bytes. Levels are multiplied as they are: u - z, and the values of e4m3 and
 e2m1, are exact in every type of rows, so products are, too, and a scale multiplies the sum over its
-group, in float32.
+group, in float32. Blocks without headers (HEADER is 0) are in fragments (`fragment_values`).
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from specc.kernels.cuda.fragment_values import fragment_scale, fragment_values
 
 # outputs of a block of the weight, and columns of mxfp4 with one scale
 BLOCK: tl.constexpr = tl.constexpr(32)
@@ -79,7 +81,7 @@ def quantized_product(
             k = step + part * BK
             b_x = tl.load(p_x + k, mask=m_m & (o_k[None, :] < K - k), other=0.0)  # [BM, BK]
             if BK > GROUP_OF_MX and IS_FLOAT and BITS == 4:
-                b_w = _scaled_mx(levels, scales, i_b, o_lane, k, K, UNIT, HEADER, BK, BN)
+                b_w = _scaled_mx(levels, scales, i_b, o_lane, k, K, width, UNIT, HEADER, BK, BN)
             else:
                 b_w = _values(
                     levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER, BK, BN
@@ -88,14 +90,17 @@ def quantized_product(
             if WIDTH == 0 or (BK > GROUP_OF_MX and IS_FLOAT and BITS == 4):
                 b_out = tl.dot(b_x, b_w, b_out, input_precision="ieee")
             else:
-                b_scale = _scale(scales, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER)
+                b_scale = _scale(
+                    scales, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER
+                )
                 b_out += tl.dot(b_x, b_w, input_precision="ieee") * b_scale[None, :]
     if WIDTH == 0:
-        b_out *= _scale(scales, i_b, o_lane, 0, K, width, BITS, IS_FLOAT, UNIT, HEADER)[None, :]
+        b_scale = _scale(scales, zeros, i_b, o_lane, 0, K, width, BITS, IS_FLOAT, UNIT, HEADER)
+        b_out *= b_scale[None, :]
     return b_out
 
 
-@triton.jit(do_not_specialize=["first", "size", "width"])
+@triton.jit(do_not_specialize=["first", "size", "width", "pairs"])
 def linear_q_decode_kernel(
     levels,
     scales,
@@ -104,6 +109,7 @@ def linear_q_decode_kernel(
     first,
     size,
     width,
+    pairs,
     K,
     BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
@@ -112,17 +118,21 @@ def linear_q_decode_kernel(
     BK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Rows of blocks first, first + 1, … as floats, in `out` [size, K]; width as in `_values`."""
-    i_b = (first + tl.program_id(0)).to(tl.int64)
+    """Rows of blocks first, first + 1, … as floats, in `out` [size, K]; width as in `_values`.
+
+    Both halves of a block are 16 · `pairs` rows apart in `out`.
+    """
+    i_p = tl.program_id(0)
+    i_b = (first + i_p).to(tl.int64)
     o_lane = tl.arange(0, BLOCK)
-    o_n = tl.program_id(0) * BLOCK + o_lane
+    o_n = (i_p // pairs * 2 + o_lane // 16) * pairs * 16 + i_p % pairs * 16 + o_lane % 16
     for part in tl.static_range(PARTS):
         k = (tl.program_id(1) * PARTS + part) * BK
         if k < K:
             b_w = _values(
                 levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER, BK, BLOCK
             )
-            b_scale = _scale(scales, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER)
+            b_scale = _scale(scales, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER)
             b_w = (b_w * b_scale[None, :]).to(out.dtype.element_ty)
             o_k = k + tl.arange(0, BK)
             m_out = (o_k < K)[:, None] & (o_n < size)[None, :]
@@ -152,67 +162,78 @@ def _values(
     the middle. `width` is the columns of a header, a multiple of BK, or K where one is for all.
     Of a step's parts the last may begin after K, where there is no header any more.
     """
-    ELEMENT: tl.constexpr = 2 if UNIT == 2 else 4
-    o_u = tl.arange(0, BK // UNIT)
-    place = _header(i_b, k, K, width, UNIT, HEADER)
-    p_unit = levels + (place + HEADER) // ELEMENT + k % width // UNIT * BLOCK
-    p_unit += o_u[:, None] * BLOCK + o_lane[None, :]
-    m_unit = (o_u * UNIT < K - k)[:, None]
-    b_unit = tl.load(p_unit, mask=m_unit, other=0).to(tl.int32)  # [units, BN]
-    o_c = tl.arange(0, UNIT)
-    b_shift = o_c % 4 * 8 + o_c // 4 * 4 if BITS == 4 else o_c * 8
-    b_level = (b_unit[:, None, :] >> b_shift[None, :, None]) & ((1 << BITS) - 1)
-    b_level = tl.reshape(b_level, [BK, BN])
-    if IS_FLOAT:
-        # exponent and mantissa at the places of half precision: a power of two away
-        if BITS == 8:
-            b_bits = (b_level & 127) << 7 | (b_level & 128) << 8
-            b_value = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        else:
-            b_bits = (b_level & 7) << 9 | (b_level & 8) << 12
-            b_value = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    if HEADER == 0:
+        b_value = fragment_values(levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, BK, BN)
     else:
-        if zeros is None:
-            b_value = (b_level - (1 << (BITS - 1))).to(tl.float32)
+        ELEMENT: tl.constexpr = 2 if UNIT == 2 else 4
+        o_u = tl.arange(0, BK // UNIT)
+        place = _header(i_b, k, K, width, UNIT, HEADER)
+        p_unit = levels + (place + HEADER) // ELEMENT + k % width // UNIT * BLOCK
+        p_unit += o_u[:, None] * BLOCK + o_lane[None, :]
+        m_unit = (o_u * UNIT < K - k)[:, None]
+        b_unit = tl.load(p_unit, mask=m_unit, other=0).to(tl.int32)  # [units, BN]
+        o_c = tl.arange(0, UNIT)
+        b_shift = o_c % 4 * 8 + o_c // 4 * 4 if BITS == 4 else o_c * 8
+        b_level = (b_unit[:, None, :] >> b_shift[None, :, None]) & ((1 << BITS) - 1)
+        b_level = tl.reshape(b_level, [BK, BN])
+        if IS_FLOAT:
+            # exponent and mantissa at the places of half precision: a power of two away
+            if BITS == 8:
+                b_bits = (b_level & 127) << 7 | (b_level & 128) << 8
+                b_value = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+            else:
+                b_bits = (b_level & 7) << 9 | (b_level & 8) << 12
+                b_value = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
         else:
-            # after 32 scales
-            b_zero = tl.load(zeros + place // 2 + 2 * BLOCK + o_lane, mask=k < K, other=0)
-            b_value = (b_level - b_zero.to(tl.int32)[None, :]).to(tl.float32)
+            if zeros is None:
+                b_value = (b_level - (1 << (BITS - 1))).to(tl.float32)
+            else:
+                # after 32 scales
+                b_zero = tl.load(zeros + place // 2 + 2 * BLOCK + o_lane, mask=k < K, other=0)
+                b_value = (b_level - b_zero.to(tl.int32)[None, :]).to(tl.float32)
     return b_value
 
 
 @triton.jit
 def _scaled_mx(
-    levels, scales, i_b, o_lane, k, K,
+    levels, scales, i_b, o_lane, k, K, width,
     UNIT: tl.constexpr, HEADER: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Columns k … k + BK - 1 of mxfp4, all of a header: v · s, [BK, BN] float32, exact in bfloat16.
 
     Three bits of a code are exponent and mantissa of a value times 2^-126.
     """
-    o_u = tl.arange(0, BK // UNIT)[:, None]
-    place = _header(i_b, k, K, BK, UNIT, HEADER)
-    m_unit = o_u * UNIT < K - k
-    p_unit = levels + (place + HEADER) // 4 + o_u * BLOCK + o_lane[None, :]
-    b_unit = tl.load(p_unit, mask=m_unit, other=0)  # [units, BN]
-    p_scale = scales + place + o_u * UNIT // GROUP_OF_MX * BLOCK + o_lane[None, :]
-    b_byte = tl.load(p_scale, mask=m_unit, other=0)
-    b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    o_c = tl.arange(0, UNIT)
-    b_code = b_unit[:, None, :] >> (o_c % 4 * 8 + o_c // 4 * 4)[None, :, None]
-    b_bits = (b_code & 7) << 22 | (b_code & 8) << 28
-    b_value = b_bits.to(tl.float32, bitcast=True) * (2.0**126) * b_scale[:, None, :]
+    if HEADER == 0:
+        b_value = fragment_values(levels, None, i_b, o_lane, k, K, width, 4, True, BK, BN)
+        o_group = k + tl.arange(0, BK // GROUP_OF_MX)[:, None] * GROUP_OF_MX
+        b_scale = fragment_scale(scales, None, i_b, o_lane, o_group, K, width, 4, True)
+        b_value = tl.reshape(b_value, [BK // GROUP_OF_MX, GROUP_OF_MX, BN]) * b_scale[:, None, :]
+    else:
+        o_u = tl.arange(0, BK // UNIT)[:, None]
+        place = _header(i_b, k, K, BK, UNIT, HEADER)
+        m_unit = o_u * UNIT < K - k
+        p_unit = levels + (place + HEADER) // 4 + o_u * BLOCK + o_lane[None, :]
+        b_unit = tl.load(p_unit, mask=m_unit, other=0)  # [units, BN]
+        p_scale = scales + place + o_u * UNIT // GROUP_OF_MX * BLOCK + o_lane[None, :]
+        b_byte = tl.load(p_scale, mask=m_unit, other=0)
+        b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        o_c = tl.arange(0, UNIT)
+        b_code = b_unit[:, None, :] >> (o_c % 4 * 8 + o_c // 4 * 4)[None, :, None]
+        b_bits = (b_code & 7) << 22 | (b_code & 8) << 28
+        b_value = b_bits.to(tl.float32, bitcast=True) * (2.0**126) * b_scale[:, None, :]
     return tl.reshape(b_value, [BK, BN])
 
 
 @triton.jit
 def _scale(
-    scales, i_b, o_lane, k, K, width,
+    scales, zeros, i_b, o_lane, k, K, width,
     BITS: tl.constexpr, IS_FLOAT: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr,
 ):  # fmt: skip
     """Scales of column k: [outputs] float32; see `_values`. Of mxfp4 `scales` are bytes."""
-    place = _header(i_b, k, K, width, UNIT, HEADER)
-    if IS_FLOAT and BITS == 4:
+    place = 0 if HEADER == 0 else _header(i_b, k, K, width, UNIT, HEADER)
+    if HEADER == 0:
+        b_scale = fragment_scale(scales, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT)
+    elif IS_FLOAT and BITS == 4:
         # a header has those of 4 groups of 32 columns
         b_byte = tl.load(scales + place + k % width // 32 * BLOCK + o_lane, mask=k < K, other=0)
         b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)

@@ -15,9 +15,9 @@ _ELEMENTS = {2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def parts_of(weight: Tensor, layout: QuantizedLayout) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The weight as elements of units, as scales, and as zero points."""
+    """The weight as elements of units, or words of fragments, as scales, and as zero points."""
     return (
-        weight.view(_ELEMENTS[layout.unit]),
+        weight.view(_element(layout)),
         weight if layout.is_float and layout.bits == 4 else weight.view(torch.float32),
         weight.view(torch.int16) if layout.has_zeros else None,
     )
@@ -28,17 +28,26 @@ def format_of(layout: QuantizedLayout) -> dict[str, Any]:
         "BITS": layout.bits,
         "IS_FLOAT": layout.is_float,
         "UNIT": layout.unit,
-        "HEADER": layout.header_bytes,
+        "HEADER": 0 if layout.is_fragments else layout.header_bytes,
     }
+
+
+def width_of(layout: QuantizedLayout) -> int:
+    """Columns with one header, or with one scale in fragments; 0 for all."""
+    return layout.group if layout.is_fragments else layout.header_columns
 
 
 def pointers_of(layout: QuantizedLayout) -> dict[str, str]:
     """Argument → type, of those of `parts_of` that there are."""
     is_mx = layout.is_float and layout.bits == 4
-    element = TYPE_NAMES.get(_ELEMENTS[layout.unit], "i16")
+    element = TYPE_NAMES.get(_element(layout), "i16")
     zeros = {"zeros": "*i16"} if layout.has_zeros else {}
     return {"levels": f"*{element}", "scales": "*u8" if is_mx else "*fp32", **zeros}
 
 
 def absent_of(layout: QuantizedLayout) -> dict[str, None]:
     return {} if layout.has_zeros else {"zeros": None}
+
+
+def _element(layout: QuantizedLayout) -> torch.dtype:
+    return torch.int32 if layout.is_fragments else _ELEMENTS[layout.unit]

@@ -10,7 +10,8 @@ exponent and mantissa of bfloat16 and multiplied by a power of two. All of it is
   bit 7 is the last bit of the exponent, so bit 7 and 0x4300 are 128 or 256. The difference is
   u - 128.
 - fp8: 7 bits at 10 … 4 are a value times 2^-120.
-- mxfp4: 3 bits at 8 … 6 are a value times 2^-126.
+- mxfp4: 3 bits at 8 … 6 are a value times 2^-126; the power of two that it is multiplied by has
+  the scale in it, so sums need none.
 
 Sums and products of pairs are written as fused products, as sm_80 has no others.
 """
@@ -53,21 +54,21 @@ UNPACK_INT4_ZEROS = gl.constexpr(
     fma.rn.bf16x2 $6, $6, one, $10; fma.rn.bf16x2 $7, $7, one, $12;
 }"""
 )
-# codes of a half at 15 8 7 6, 12 5 4 3, 9 2 1 0 and 14 13 11 10
+# codes of a half at 15 8 7 6, 9 2 1 0, 5 14 13 12, with the sign in the other half, and 11 4 3 10;
+# factors as zero points above
 UNPACK_MXFP4 = gl.constexpr("""{
-    .reg .b32 t, u, m, k, z, sign, high, low;
-    mov.b32 m, 0x81c081c0; mov.b32 k, 0x7e807e80; mov.b32 z, 0x80008000;
-    mov.b32 sign, 0x80008000; mov.b32 high, 0x01000100; mov.b32 low, 0x00c000c0;
-    and.b32 $0, $8, m; fma.rn.bf16x2 $0, $0, k, z;
-    shl.b32 t, $8, 3; and.b32 $1, t, m; fma.rn.bf16x2 $1, $1, k, z;
-    shl.b32 t, $8, 6; and.b32 $2, t, m; fma.rn.bf16x2 $2, $2, k, z;
-    shl.b32 t, $8, 1; and.b32 u, t, sign; shr.u32 t, $8, 5; lop3.b32 u, t, high, u, 0xea;
-    shr.u32 t, $8, 4; lop3.b32 $3, t, low, u, 0xea; fma.rn.bf16x2 $3, $3, k, z;
-    and.b32 $4, $9, m; fma.rn.bf16x2 $4, $4, k, z;
-    shl.b32 t, $9, 3; and.b32 $5, t, m; fma.rn.bf16x2 $5, $5, k, z;
-    shl.b32 t, $9, 6; and.b32 $6, t, m; fma.rn.bf16x2 $6, $6, k, z;
-    shl.b32 t, $9, 1; and.b32 u, t, sign; shr.u32 t, $9, 5; lop3.b32 u, t, high, u, 0xea;
-    shr.u32 t, $9, 4; lop3.b32 $7, t, low, u, 0xea; fma.rn.bf16x2 $7, $7, k, z;
+    .reg .b32 t, u, m, n, z, low;
+    mov.b32 m, 0x81c081c0; mov.b32 z, 0x80008000; mov.b32 n, 0x81808180; mov.b32 low, 0x00400040;
+    and.b32 $0, $8, m; fma.rn.bf16x2 $0, $0, $10, z;
+    shl.b32 t, $8, 6; and.b32 $1, t, m; fma.rn.bf16x2 $1, $1, $12, z;
+    shf.r.wrap.b32 t, $8, $8, 6; and.b32 $2, t, m; fma.rn.bf16x2 $2, $2, $10, z;
+    shl.b32 t, $8, 4; and.b32 u, t, n; shr.u32 t, $8, 4; lop3.b32 $3, t, low, u, 0xea;
+    fma.rn.bf16x2 $3, $3, $12, z;
+    and.b32 $4, $9, m; fma.rn.bf16x2 $4, $4, $10, z;
+    shl.b32 t, $9, 6; and.b32 $5, t, m; fma.rn.bf16x2 $5, $5, $12, z;
+    shf.r.wrap.b32 t, $9, $9, 6; and.b32 $6, t, m; fma.rn.bf16x2 $6, $6, $10, z;
+    shl.b32 t, $9, 4; and.b32 u, t, n; shr.u32 t, $9, 4; lop3.b32 $7, t, low, u, 0xea;
+    fma.rn.bf16x2 $7, $7, $12, z;
 }""")
 # two words → two registers of each
 UNPACK_INT8 = gl.constexpr("""{
@@ -94,7 +95,7 @@ UNPACK_FP8 = gl.constexpr("""{
 }""")
 
 _EIGHT = gl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
-_EIGHT_ZEROS = gl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r")
+_EIGHT_PAIRS = gl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r")
 _FOUR = gl.constexpr("=&r,=&r,=&r,=&r,r,r")
 _PAIRS_8 = gl.constexpr((gl.bfloat16,) * 8)
 _PAIRS_4 = gl.constexpr((gl.bfloat16,) * 4)
@@ -106,21 +107,23 @@ def operand_of(b_words, b_low, b_high, KIND: gl.constexpr, W: gl.constexpr, A: g
 
     Args:
         b_words: int32 [W, 64] of 4 bits, two words of each lane, or [W, 128] of 8 bits.
-        b_low: what is added to rows 0 … 7, pairs [W, 64]; None without zero points.
+        b_low: what is added to rows 0 … 7, pairs [W, 64]; None without zero points. What codes of
+            mxfp4 are multiplied by.
         b_high: likewise, rows 8 … 15.
     """
     if KIND == "int4" or KIND == "mxfp4":
         if KIND == "mxfp4":
             t = gl.inline_asm_elementwise(
-                UNPACK_MXFP4, _EIGHT, [b_words], dtype=_PAIRS_8, is_pure=True, pack=2
-            )
+                UNPACK_MXFP4, _EIGHT_PAIRS, [b_words, b_low, b_high],
+                dtype=_PAIRS_8, is_pure=True, pack=2,
+            )  # fmt: skip
         elif b_low is None:
             t = gl.inline_asm_elementwise(
                 UNPACK_INT4, _EIGHT, [b_words], dtype=_PAIRS_8, is_pure=True, pack=2
             )
         else:
             t = gl.inline_asm_elementwise(
-                UNPACK_INT4_ZEROS, _EIGHT_ZEROS, [b_words, b_low, b_high],
+                UNPACK_INT4_ZEROS, _EIGHT_PAIRS, [b_words, b_low, b_high],
                 dtype=_PAIRS_8, is_pure=True, pack=2,
             )  # fmt: skip
         b_0 = gl.join(gl.join(t[0], t[2]), gl.join(t[1], t[3]))

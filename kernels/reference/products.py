@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.artifact.weight_layout import BLOCK
-from specc.kernels.reference.fused import ACTIVATIONS, gated, rope_write_reference
+from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED, gated, rope_write_reference
 
 
 def add_norm_linear_reference(
@@ -316,6 +316,11 @@ def experts_reference(
     weighted = found.view(num_tokens, top_k, -1) * weights.float()[:, :, None]
     is_expert = (ids >= 0) & (ids < gate_up.shape[0])
     return weighted.masked_fill(~is_expert[:, :, None], 0.0).sum(dim=1).to(x.dtype)
+
+
+def gate_distance(activation: str, size: int) -> int:
+    """Rows of `gate_up` from one of a gate to what it multiplies, see `experts_reference`."""
+    return 1 if activation == CLAMPED else size
 
 
 def _unpacked(stack: Tensor, shape: tuple[int, int], name: str) -> Tensor:

@@ -13,7 +13,9 @@ and rows of x are taken as they are, 16 bytes for each lane.
 A tile is 16 outputs and 512 bytes, 16 for each lane in their order: two spans of 4 bits, or one of
 8 bits. A half of a word has what has one e: in 4 bits all four registers, so a word is an
 instruction c; in 8 bits both rows r, and the word is (c, h). Where the bits of a level are in its
-half is `_BITS`: as they are, or where few instructions put them in place.
+half is `_BITS`: as they are, or where few instructions put them in place. One sign of mxfp4 is in
+the other half of the word, where a rotation of the word moves it to. A weight has whole tiles, four
+or more.
 
 A block of 32 outputs has all scales of its columns, all zero points, then its tiles: of each step
 of columns both halves of the block. Zero points, which int4 alone has, are what is added, as
@@ -25,6 +27,9 @@ what is computed of two outputs together then lies in one block, of a gate and w
 or of both halves of a head that is rotated. With P = distance / 16, block b has
 
     outputs b // P · 2 · distance + b % P · 16 … + 15, and these + distance.
+
+At a distance of 1, of gates and what they multiply in turn, the first half has the even ones of
+outputs 32 b … 32 b + 31, the second half the odd ones.
 
 Source: Marlin, arXiv:2408.11743 §3.4, for weights in the order of fragments.
 """
@@ -39,28 +44,54 @@ from torch import Tensor
 OUTPUTS, SPAN = 32, 32
 # of a half of a block, and between both halves where nothing else is said
 HALF = 16
+# between those that take turns
+BESIDE = 1
 # kind → of each level of a half of a word, where its bits are, from the lowest on
 _BITS = {
     "int4": tuple(tuple(range(4 * i, 4 * i + 4)) for i in range(4)),
-    # sign, and exponent and mantissa below each other: the first as bfloat16 has them
-    "mxfp4": ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14)),
+    # mantissa, exponent and sign: the first as bfloat16 has them, the second and the third at the
+    # same distances, the last but for its mantissa
+    "mxfp4": ((6, 7, 8, 15), (0, 1, 2, 9), (12, 13, 14, 5), (10, 3, 4, 11)),
     "int8": (tuple(range(8)), tuple(range(8, 16))),
     "fp8": ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11)),
 }
 _BITS_OF = {"int4": 4, "mxfp4": 4, "int8": 8, "fp8": 8}
+# bit of a half of mxfp4 that is of the level in the other half
+_SIGN_APART = 1 << 5
 # zero points: 128 + z is exact in bfloat16 up to this one
 MOST_ZERO = 128
+# scales of mxfp4 that are factors of bfloat16, with what values of its codes are multiplied by
+_LEAST_SCALE, _MOST_SCALE = 2.0**-109, 2.0**17
 
 
-def step_columns(bits: int) -> int:
-    """Columns of four tiles: a warp takes so many at a time, and a weight has whole steps."""
-    return 1024 // bits
+def holds(columns: int, bits: int, group: int = 0) -> bool:
+    """Whether a weight has whole tiles and groups of columns, and four tiles: a warp's step."""
+    tile = 256 // bits
+    return columns % max(tile, group) == 0 and columns >= 4 * tile
+
+
+def check_factors(levels: Tensor, scales: Tensor) -> None:
+    """Look at scales of mxfp4, each of which is a factor of bfloat16.
+
+    Args:
+        levels: [N, K] codes.
+        scales: [N, G] float32, powers of two or 0.
+    Raises:
+        ValueError: some are too large, or too small for groups that are not all 0.
+    """
+    is_any = (levels & 7).unflatten(1, (scales.shape[1], -1)).amax(2) > 0
+    is_small = is_any & (scales != 0) & (scales < _LEAST_SCALE)
+    wrong = int((is_small | (scales > _MOST_SCALE)).sum())
+    if wrong:
+        raise ValueError(f"{wrong} scales of fragments are not from 2^-109 to 2^17")
 
 
 def as_stored(rows: Tensor, distance: int) -> Tensor:
     """Rows of outputs [N, …] in the order of blocks; N is a multiple of twice the distance."""
     if distance == HALF:
         return rows
+    if distance == BESIDE:
+        return rows.unflatten(0, (-1, HALF, 2)).transpose(1, 2).reshape(rows.shape)
     return rows.unflatten(0, (-1, 2, distance // HALF, HALF)).transpose(1, 2).reshape(rows.shape)
 
 
@@ -68,6 +99,8 @@ def of_stored(rows: Tensor, distance: int) -> Tensor:
     """What `as_stored` was given."""
     if distance == HALF:
         return rows
+    if distance == BESIDE:
+        return rows.unflatten(0, (-1, 2, HALF)).transpose(1, 2).reshape(rows.shape)
     return rows.unflatten(0, (-1, distance // HALF, 2, HALF)).transpose(1, 2).reshape(rows.shape)
 
 
@@ -78,18 +111,21 @@ def pack(
 
     Args:
         levels: [blocks · 32, K] uint8.
-        scales: [blocks · 32, G] float32; of mxfp4 powers of two, whose exponents are stored.
+        scales: [blocks · 32, G] float32; of mxfp4 powers of two, whose exponents are stored. What
+            has scale 0 there is 0, and stored so.
         zeros: [blocks · 32, G] integers, or None.
         kind: `int4`, `int8`, `fp8` or `mxfp4`.
         distance: of the halves of a block.
     Returns:
         uint8 [blocks, bytes of a block].
     Raises:
-        ValueError: K is no multiple of a step's columns, or N none of twice the distance.
+        ValueError: K is not of whole tiles, or N no multiple of twice the distance.
     """
-    if levels.shape[1] % step_columns(_BITS_OF[kind]):
+    if not holds(levels.shape[1], _BITS_OF[kind]):
         raise ValueError(f"no fragments of {levels.shape[1]} columns of {kind}")
     blocks = len(levels) // OUTPUTS
+    if kind == "mxfp4":
+        levels = levels * (scales != 0).repeat_interleave(levels.shape[1] // scales.shape[1], 1)
     if distance != HALF:
         if len(levels) % (2 * distance):
             raise ValueError(f"no pairs {distance} apart of {len(levels)} outputs")
@@ -150,13 +186,24 @@ def _pack_levels(levels: Tensor, kind: str) -> Tensor:
     halves = tables[0][parts[:, 0]]
     for i, table in enumerate(tables[1:], 1):
         halves = halves | table[parts[:, i]]
+    if kind == "mxfp4":
+        halves = _signs_exchanged(halves)
     return halves.view(torch.uint8)
+
+
+def _signs_exchanged(halves: Tensor) -> Tensor:
+    """Both halves of words with that bit of the other one; any integers, an even number of them."""
+    pairs = halves.reshape(-1, 2)
+    differ = (pairs[:, :1] ^ pairs[:, 1:]) & _SIGN_APART
+    return (pairs ^ differ).view(halves.shape)
 
 
 def _unpack_levels(stored: Tensor, kind: str) -> Tensor:
     """The levels [blocks · 32, K] uint8 that `_pack_levels` was given."""
     blocks = len(stored)
     halves = stored.contiguous().view(torch.int16).long() & 0xFFFF
+    if kind == "mxfp4":
+        halves = _signs_exchanged(halves)
     levels = _taken(kind)[halves]
     if levels.shape[-1] == 4:
         levels = levels.view(blocks, -1, 2, 8, 4, 2, 2, 2, 2, 2)

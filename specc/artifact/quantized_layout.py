@@ -22,9 +22,8 @@ exponents of float32 (0 is scale 0). Levels follow in units, [32 outputs, bytes]
 The last group, and its last unit, may have fewer columns. What blocks have beyond N has scale 0.
 
 For GPUs a block may have the same parts in another order, *fragments*: all scales, all zero points,
-and levels as tensor cores take them (`fragments.py`). K is a multiple of 256 columns of 4 bits, of
-128 of 8 bits, and a block has as many bytes. The name of a layout says which outputs a block has,
-where they do not follow each other: `int4-g128-fragments-14336`.
+and levels as tensor cores take them (`fragments.py`); K is of whole tiles and groups. A layout's
+name says which outputs a block has, if they do not follow each other: `int4-g128-fragments-14336`.
 Source: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) 1.0, §5.
 """
 
@@ -41,7 +40,7 @@ from torch import Tensor
 
 from specc.artifact import fragments
 from specc.artifact.block_formats import FORMATS, BlockFormat
-from specc.artifact.fragments import HALF
+from specc.artifact.fragments import BESIDE, HALF
 from specc.artifact.weight_layout import BLOCK
 
 GROUPS = (32, 64, 128)
@@ -55,7 +54,7 @@ FP8_MOST, FP4_MOST = 448.0, 6.0
 _MX_COLUMNS = 128
 _NAMES = {(8, False): "int8", (4, False): "int4", (8, True): "fp8", (4, True): "mxfp4"}
 _NAME = re.compile(r"(int8|int4|fp8)(?:-g(\d+))?(-zeros)?|mxfp4")
-_ORDER = re.compile(rf"{FRAGMENTS}(?:-([1-9]\d{{1,8}}))?")
+_ORDER = re.compile(rf"{FRAGMENTS}(?:-({BESIDE}|(?!{HALF}$)[1-9]\d{{1,8}}))?")
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -83,7 +82,7 @@ class QuantizedLayout:
 
     def __post_init__(self) -> None:
         order = _ORDER.fullmatch(self.format)
-        if order is not None and order[1] and (int(order[1]) % 16 or order[1] == "16"):
+        if order is not None and self.distance % HALF and self.distance != BESIDE:
             raise ValueError(f"no pairs of outputs {order[1]} apart")
         if self.format and order is None:
             own = FORMATS.get(self.format)
@@ -170,9 +169,9 @@ class QuantizedLayout:
         return replace(self, format="") if self.is_fragments else self
 
     def has_fragments(self, columns: int) -> bool:
-        """Whether a weight of K = `columns` may lie so: whole steps, of a kind with a kernel."""
+        """Whether a weight of K = `columns` may lie so: whole tiles, of a kind with a kernel."""
         is_known = self.blocks is None and self._may_be_fragments
-        return is_known and columns % fragments.step_columns(self.bits) == 0
+        return is_known and fragments.holds(columns, self.bits, self.group)
 
     @property
     def _may_be_fragments(self) -> bool:
@@ -243,14 +242,16 @@ class QuantizedLayout:
         Of a stack of weights [E, N, K] the blocks of one follow those of the other.
         """
         *stack, outputs, columns = shape
+        blocks = math.prod(stack) * -(-outputs // BLOCK)
         if self.blocks is not None:
-            count = math.prod(stack) * -(-outputs // BLOCK)
-            return count, BLOCK * self.blocks.row_bytes(columns)
+            return blocks, BLOCK * self.blocks.row_bytes(columns)
         headers = -(-columns // self.header_columns) if self.header_columns else 1
         units = -(-columns // self.unit)
         unit_bytes = BLOCK * self.unit * self.bits // 8
-        blocks = math.prod(stack) * -(-outputs // BLOCK)
-        return blocks, headers * self.header_bytes + units * unit_bytes
+        head = headers * self.header_bytes
+        if self.is_fragments and self._is_mx:
+            head = BLOCK * self.num_groups(columns)  # no exponents beyond the last group
+        return blocks, head + units * unit_bytes
 
     def values(self, levels: Tensor) -> Tensor:
         """What levels are before zero points and scales, float32."""
@@ -324,9 +325,8 @@ def unpack(
         codes, headers = layout.blocks.unpack(stored, columns)
         return codes[:outputs], headers[:outputs], headers.new_empty(0, dtype=torch.int16)
     if layout.is_fragments:
-        groups = layout.num_groups(columns)
         order = layout.kind, layout.has_zeros, layout.distance
-        item = fragments.unpack(stored, columns, groups, *order)
+        item = fragments.unpack(stored, columns, layout.num_groups(columns), *order)
         middle = torch.full(item[1].shape, layout.middle, dtype=torch.int16)
         points = middle if item[2] is None else item[2]
         return item[0][:outputs], item[1][:outputs], points[:outputs]
@@ -402,6 +402,8 @@ def _check_parts(
         wrong += int((~scales.isfinite()).sum())
         if wrong:
             raise ValueError(f"{wrong} scales are not powers of two from 2^-126 to 2^127")
+        if layout.is_fragments:
+            fragments.check_factors(levels, scales)
     if zeros is not None and zeros.numel():
         least, most = int(zeros.min()), int(zeros.max())
         # sums of 32 bits hold so much, and bfloat16

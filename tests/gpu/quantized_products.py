@@ -45,7 +45,7 @@ def candidates(kind: str, rows: int) -> list[Tile]:
         tile = Tile(
             16 * blocks, tiles * 256 // layout.bits, warps, stages, form=FRAGMENTS, block_m=block_m
         )
-        if shared <= SHARED_BYTES and tile not in found:
+        if shared <= SHARED_BYTES and name_of(tile) not in map(name_of, found):
             found.append(tile)
     return found
 

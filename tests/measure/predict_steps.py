@@ -115,6 +115,58 @@ NORMED = {1: {"resident": 2, "norm": 111}, 8: {"resident": 1, "norm": 584}}
 NORMED_LOOPS = {"int4": 1.96, "int8": 2.42, "fp8": 2.41}
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Experts of a model, of which one token has some: both products of each layer.
+
+    Args:
+        chosen: experts of a token.
+        hidden: columns of the first product.
+        size: outputs that it has of a gate, and columns of the second.
+        layers: with such experts.
+        bits: of a weight, with its share of a scale.
+        forms: name → how experts are read.
+    """
+
+    chosen: int
+    hidden: int
+    size: int
+    layers: int
+    bits: float
+    forms: Mapping[str, Form]
+
+    def experts_ms(self, form: Form, bits: float) -> float:
+        products = (2 * self.size, self.hidden), (self.hidden, self.size)
+        found = 0.0
+        for outputs, columns in products:
+            outputs *= self.chosen
+            found += form.seconds(1, outputs, columns, outputs * columns * bits / 8)
+        return 1e3 * self.layers * found
+
+    def predict(self) -> dict[str, Any]:
+        floor = 3 * self.chosen * self.hidden * self.size * self.layers * self.bits / 8 / COPY
+        found = {"floor_ms": 1e3 * floor, "bfloat16_ms": self.experts_ms(_FLOATS, 16)}
+        return found | {f"{x}_ms": self.experts_ms(y, self.bits) for x, y in self.forms.items()}
+
+
+# weights as they are: bytes alone
+_FLOATS = Form(0, 32, 32 * KIB, 4, DEPENDENT)
+
+
+def _forms(dot: float, fragments: float) -> dict[str, Form]:
+    """Of experts: four steps of `dot`, or a ring of three of four warps; by their instructions."""
+    return {
+        "dot": Form(dot, 32, 6 * KIB, 6, DEPENDENT),
+        "fragments": Form(fragments, 32, 32 * KIB, 4, DEPENDENT),
+    }
+
+
+MIXTURES = {
+    "gpt-oss-20b experts": Mixture(4, 2880, 2880, 24, 4.25, _forms(16, 2.39)),
+    "qwen3-30b-a3b experts int4": Mixture(8, 2048, 768, 48, 4.25, _forms(10.7, 1.96)),
+}
+
+
 def product_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
     """Of one product.
 
@@ -265,10 +317,11 @@ def main(
 ) -> None:
     """Compile, count, predict, print, and write the report."""
     rows = {}
-    for name in cases or CASES:
+    for name in cases or (*CASES, *MIXTURES):
+        found = MIXTURES[name].predict() if name in MIXTURES else predict(CASES[name])
         rows[name] = {
             key: round(value, 3) if isinstance(value, float) else value
-            for key, value in predict(CASES[name]).items()
+            for key, value in found.items()
         }
         print(name, rows[name], flush=True)
     report = {

@@ -11,6 +11,7 @@ from specc.cost.graph_costs import ATTEND, OTHER, PRODUCT
 from tests.measure.predict_steps import (
     DEPENDENT,
     FRAGMENTS,
+    MIXTURES,
     ORDINARY,
     TODAY,
     Form,
@@ -61,6 +62,19 @@ def test_a_norm_in_front_is_computed_once_by_each_program() -> None:
         rows_alone = replace(FRAGMENTS["int4"], instructions=0, norm=1e-9, resident=programs // 132)
         shared = 4 * programs * rows * 4096 / 5.5e12
         assert rows_alone.seconds(rows, 28672, 4096, 0) == pytest.approx(DEPENDENT + shared)
+
+
+def test_experts_of_a_token_are_one_product_of_all_that_it_has() -> None:
+    """Of two layers: 3 · 2880² weights of each of four experts; 22 instructions bound, or bytes."""
+    mixture = MIXTURES["gpt-oss-20b experts"]
+    weights = 4 * 3 * 2880**2
+    two = replace(mixture, layers=2)
+    slots = Form(22, 32, 1 << 20, 4, 0)
+    assert two.experts_ms(slots, 4.25) == pytest.approx(2e3 * 22 * weights / 32 / 6.48648e11)
+    streamed = Form(0, 32, 1 << 20, 4, DEPENDENT)
+    bytes_ms = 1e3 * weights * 4.25 / 8 / 4.19e12
+    assert two.experts_ms(streamed, 4.25) == pytest.approx(2 * (bytes_ms + 2e3 * DEPENDENT))
+    assert two.predict()["floor_ms"] == pytest.approx(2 * bytes_ms)
 
 
 def test_mixtures_take_their_launches_bytes_and_attention() -> None:

@@ -175,7 +175,7 @@ def _weight(program: Program, node: fx.Node, parameters: Mapping[str, Tensor]) -
     weight = program.weights[node.target]
     rows = stored_rows(weight, parameters)
     if weight.quantized is not None:
-        return quantize(rows, weight.quantized)
+        return torch.cat([quantize(x, weight.quantized) for x in rows.view(-1, *rows.shape[-2:])])
     return rows if tuple(node.meta["val"].shape) == weight.shape else to_blocks(rows)
 
 

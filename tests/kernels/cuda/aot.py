@@ -37,8 +37,8 @@ MODULES = (
     "attend_few", "attend_wide", "attend", "attend_latent", "invariant_attend",
     "add_norm_linear", "add_norm_gate_up", "add_norm_rope_write",
     "add_norm_head", "embed_norm_rope_write", "route", "experts", "linear_q",
-    "linear_q_fragments", "add_norm_fragments", "add_norm_rope_fragments", "skinny_linear",
-    "invariant_linear",
+    "experts_fragments", "linear_q_fragments", "add_norm_fragments", "add_norm_rope_fragments",
+    "skinny_linear", "invariant_linear",
     "tree_context", "row_filters", "node_best", "node_winners", "accept_walk", "child_keys",
 )  # fmt: skip
 CAPABILITIES = (80, 90, 100, 120)

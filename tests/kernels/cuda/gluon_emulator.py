@@ -184,6 +184,13 @@ def _store(p: Pointer, x: Any, mask: Any = True) -> None:
     p.flat[offset[mask].long()] = x[mask].to(p.flat.dtype)
 
 
+def _exchange(p: Pointer, new: Callable[[Tensor], Any]) -> Any:
+    """What stands there, and then something else."""
+    found = _load(p)
+    _store(p, new(found))
+    return found
+
+
 def _copy(shared: Shared, p: Pointer, mask: Any = None, **_: Any) -> None:
     shared.data.fill_(_NAN if shared.dtype.is_floating_point else _NO_WORD)
     _group.copies.append((shared, p, mask))
@@ -307,6 +314,8 @@ def _language() -> ModuleType:
         sum=lambda x, axis: tile(x.sum(axis)), reduce=_reduce,
         exp2=torch.exp2, log2=torch.log2, exp=torch.exp, erf=torch.erf, rsqrt=torch.rsqrt,
         load=_load, store=_store, debug_barrier=_nothing,
+        atomic_add=lambda p, x, **_: _exchange(p, lambda found: found + x),
+        atomic_xchg=lambda p, x, **_: _exchange(p, lambda _: x),
         allocate_shared_memory=_allocate, warp_specialize=_specialize,
     )  # fmt: skip
     return gl

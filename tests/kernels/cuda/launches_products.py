@@ -17,6 +17,7 @@ from specc.kernels.cuda import (
     add_norm_rope_write,
     embed_norm_rope_write,
     experts,
+    experts_fragments,
     few_rows,
     few_rows_tiles,
     invariant_linear,
@@ -136,6 +137,29 @@ def _experts_calls() -> Iterator[Any]:
                 yield experts.experts(x, ids, weights, *given, "silu", None, None, *more)
                 if name == "mxfp4":
                     yield experts.experts(x, ids, weights, *given, CLAMPED, *biases, *more)
+            if dtype == torch.bfloat16 and num_tokens > experts.FEW_TOKENS:
+                for name in experts.FRAGMENTS:
+                    yield from _calls_of_fragments(name, num_tokens)
+
+
+def _experts_fragments_calls() -> Iterator[Any]:
+    for name in experts_fragments.LAYOUTS:
+        for num_tokens in (1, _TOKENS, 16):
+            yield from _calls_of_fragments(name, num_tokens)
+
+
+def _calls_of_fragments(name: str, num_tokens: int) -> Iterator[Any]:
+    """As of other layouts; of mxfp4 with a gate in turn and biases, too."""
+    x, ids = meta(num_tokens, 2048, dtype=torch.bfloat16), meta(num_tokens, 8, dtype=I64)
+    weights, layout = meta(num_tokens, 8, dtype=torch.float32), QuantizedLayout.named(name)
+    shapes = ((8, 1536, 2048), (8, 2048, 768))
+    given = [meta(*layout.stored_shape(shape), dtype=torch.uint8) for shape in shapes]
+    biases = [meta(*shape[:2], dtype=torch.bfloat16) for shape in shapes]
+    more = (768, layout.paired(768).name, name)
+    yield experts.experts(x, ids, weights, *given, "silu", None, None, *more)
+    if layout.kind == "mxfp4":
+        more = (768, layout.paired(1).name, name)
+        yield experts.experts(x, ids, weights, *given, CLAMPED, *biases, *more)
 
 
 def _route_calls() -> Iterator[Any]:
@@ -166,18 +190,23 @@ def _linear_q_calls() -> Iterator[Any]:
                     for number in range(max(1, len(tiles))):
                         with few_rows.forced(number):
                             yield linear_q.linear_q(x, weight, bias, size, *facts)
+    for name in few_rows_tiles.FRAGMENT_LAYOUTS:
+        layout = QuantizedLayout.named(name)
+        weight = meta(*layout.stored_shape((6144, _HIDDEN)), dtype=torch.uint8)
+        x = meta(40, _HIDDEN, dtype=torch.bfloat16)
+        yield linear_q.linear_q(x, weight, None, 6144, *layout.facts)
 
 
 def _linear_q_fragments_calls() -> Iterator[Any]:
-    # rows of each kernel, and more
+    # rows of each kernel
     for name in few_rows_tiles.FRAGMENT_LAYOUTS:
         layout = QuantizedLayout.named(name)
-        for num_rows, size in itertools.product((1, _TOKENS, 16, 32, 40), (6144, 50257)):
+        for num_rows, size in itertools.product((1, _TOKENS, 16, 32), (6144, 50257)):
             weight = meta(*layout.stored_shape((size, _HIDDEN)), dtype=torch.uint8)
             x = meta(num_rows, _HIDDEN, dtype=torch.bfloat16)
             tiles = few_rows_tiles.quantized_tiles(name, x.dtype, num_rows)
             for bias in (None, meta(size, dtype=x.dtype)):
-                for number in range(max(1, len(tiles))):
+                for number in range(len(tiles)):
                     with few_rows.forced(number):
                         yield linear_q.linear_q(x, weight, bias, size, *layout.facts)
                 yield linear_q.invariant_linear_q(x, weight, bias, size, *layout.facts)
@@ -233,6 +262,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "add_norm_rope_write": _rope_write_calls,
     "embed_norm_rope_write": _embed_calls,
     "experts": _experts_calls,
+    "experts_fragments": _experts_fragments_calls,
     "linear_q": _linear_q_calls,
     "invariant_linear": _invariant_linear_calls,
     "linear_q_fragments": _linear_q_fragments_calls,

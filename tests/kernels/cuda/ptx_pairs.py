@@ -1,8 +1,8 @@
 """Run inline assembly of pairs of bfloat16 on tensors of words.
 
 The instructions that `linear_q_unpack` is written in, as the PTX ISA has them: `mov`, `and`, `shl`,
-`shr`, `lop3` of 32 bits, and `fma.rn.bf16x2`. A fused product that is not exact is an error, since
-levels are to be exact.
+`shr`, `shf.r.wrap`, `lop3` of 32 bits, and `fma.rn.bf16x2`. A fused product that is not exact is an
+error, since levels are to be exact.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ def _step(opcode: str, operands: Sequence[Tensor]) -> Tensor:
         return a << others[0] & _MASK
     if opcode == "shr.u32":
         return a >> others[0]
+    if opcode == "shf.r.wrap.b32":
+        low, high, count = operands
+        return (low | high << 32) >> count & _MASK
     if opcode == "lop3.b32":
         return _of_three(a, others[0], others[1], int(others[2]))
     if opcode == "fma.rn.bf16x2":

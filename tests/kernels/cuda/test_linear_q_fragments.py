@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 # rows, columns, outputs: a step that most warps have nothing of, one whole, one and a half, several
 # with a short group; a last block that is short, and half of one
-SHAPES = ((1, 256, 40), (8, 2048, 33), (3, 3072, 16), (8, 4352, 50))
+SHAPES = ((1, 256, 40), (8, 2048, 33), (3, 3072, 16), (8, 4480, 50))
 
 
 @pytest.fixture(autouse=True)
@@ -188,30 +188,45 @@ def test_every_half_of_a_word(kind: str) -> None:
     """Each of 65536, in both places: what its levels stand for, none of it rounded."""
     text = getattr(linear_q_unpack, f"UNPACK_{kind.upper()}")
     halves = torch.arange(1 << 16)
-    word = (halves | halves.flip(0) << 16).to(torch.int32)
+    words = (halves | halves.flip(0) << 16).to(torch.int32)
     count = 8 if kind.endswith("4") else 4
-    found = ptx_pairs.run(getattr(text, "value", text), [torch.stack([word, word], -1)], count)
-    layout = QuantizedLayout.named({"int4": "int4-g128"}.get(kind, kind)).as_fragments
-    levels = levels_of_halves(layout)
-    want = layout.values(levels) - layout.middle
-    for i, pairs in enumerate(found):
-        own = want[:, i % (count // 2)]
-        # of e4m3, 127 is no number, and no weight has it
-        known = levels[:, i % (count // 2)] & 127 != 127
-        assert torch.equal(pairs[known][:, 0].float(), own[known])
-        assert torch.equal(pairs.flip(0)[known][:, 1].float(), own[known])
+    scales = FACTORS if kind == "mxfp4" else ((0, 0),)
+    for low, high in scales:
+        given = [words, *(torch.full_like(words, factor(x)) for x in (low, high))]
+        given = [torch.stack([item, item], -1) for item in given]
+        found = ptx_pairs.run(getattr(text, "value", text), given, count)
+        layout = QuantizedLayout.named({"int4": "int4-g128"}.get(kind, kind)).as_fragments
+        levels = levels_of_words(words, layout)
+        want = layout.values(levels) - layout.middle
+        for i, pairs in enumerate(found):
+            own = want[..., i % (count // 2)] * 2.0 ** (high if i % 2 else low)
+            # of e4m3, 127 is no number, and no weight has it
+            known = levels[..., i % (count // 2)] & 127 != 127
+            assert torch.equal(pairs.float()[known], own[known])
 
 
-def levels_of_halves(layout: QuantizedLayout) -> torch.Tensor:
-    """Of each half of a word its levels, [65536, 4 or 2]: a block has all halves in order."""
-    halves = torch.arange(1 << 16)
-    columns = (1 << 20) // 32 // layout.bits
-    head = layout.stored_shape((32, columns))[1] - (1 << 17)
-    words = halves.to(torch.int16).view(torch.uint8)
-    stored = torch.cat([torch.zeros(head, dtype=torch.uint8), words])[None]
+# exponents of scales of rows of both halves, less 2^16
+FACTORS = ((-125, 1), (-16, 0), (1, -125))
+
+
+def factor(exponent: int) -> int:
+    """What a kernel makes of a scale that is 2^16 times as much, for both columns of a pair."""
+    value = torch.tensor([2.0 ** (exponent + 126)] * 2, dtype=BF16)
+    assert bool(value.isfinite().all())
+    made = (exponent + 16 + 127) * 0x00800080 + 110 * 0x00800080
+    assert torch.tensor(made, dtype=torch.int64).to(torch.int32) == value.view(torch.int32)
+    return made
+
+
+def levels_of_words(words: torch.Tensor, layout: QuantizedLayout) -> torch.Tensor:
+    """Of each of 65536 words, in a block, its levels [65536, 2, 4 or 2], by its halves."""
+    columns = (1 << 21) // 32 // layout.bits
+    head = layout.stored_shape((32, columns))[1] - (1 << 18)
+    stored = torch.cat([torch.zeros(head, dtype=torch.uint8), words.view(torch.uint8)])[None]
     levels = unpack(stored, (32, columns), layout)[0]
-    tile, half, g, q = halves // 512, halves // 256 % 2, halves // 32 % 8, halves // 8 % 4
-    j, e = halves // 2 % 4, halves % 2
+    i = torch.arange(1 << 16)[:, None]
+    tile, half, g, q, j = i // 256, i // 128 % 2, i // 16 % 8, i // 4 % 4, i % 4
+    e = torch.arange(2)
     if layout.bits == 4:
         column = tile * 64 + j // 2 * 32 + q * 8 + j % 2 * 4 + e
         places = [(8 * r, 2 * h) for h in range(2) for r in range(2)]

@@ -86,6 +86,34 @@ def test_a_gate_with_a_bias() -> None:
     assert found == "what follows reads other outputs together than int8-fragments-512 has"
 
 
+@pytest.mark.parametrize(
+    ("name", "distance", "sizes"),
+    [("mixtral", "-320", {"intermediate_size": 320}), ("gpt_oss", "-1", {})],
+)
+def test_experts_of_a_gate(name: str, distance: str, sizes: Any, monkeypatch: Any) -> None:
+    """Where both are halves of a matrix's rows, and where these take turns."""
+    # sums and norms that are parts of products are rounded less often
+    monkeypatch.setattr(FuseAddNorm, "run", lambda *_: PassResult())
+    sizes = {"hidden_size": 256, "intermediate_size": 256, **sizes}
+    model = in_bfloat16(build_model(name, **sizes))
+    plain = lower_for_cuda(model, quantize_phases("int4-g64"))[1]
+    _, found, program, pipeline = lower_for_cuda(model, quantize_phases("int4-g64", fragments=True))
+    call = program.calls(ops.experts)[0]
+    layouts = f"int4-g64-fragments{distance}", "int4-g64-fragments"
+    assert call.args[-2:] == layouts
+    held = [program.weights[item.target].quantized.name for item in call.args[3:5]]
+    assert tuple(held) == layouts
+    assert rewrites(pipeline, "PairFragments") >= 2
+    assert_runs_alike(plain, found, VOCAB, rtol=0, atol=0)
+
+
+def test_experts_that_fill_no_blocks() -> None:
+    model = in_bfloat16(build_model("mixtral", hidden_size=256, intermediate_size=264))
+    _, _, program, _ = lower_for_cuda(model, quantize_phases("int8", fragments=True))
+    assert all(call.args[-2:] == ("int8", "int8") for call in program.calls(ops.experts))
+    assert len(program.calls(ops.experts)) == 2
+
+
 def test_weights_in_blocks_are_left_alone() -> None:
     _, _, program, pipeline = lowered("llama", "int4-g64", fragments=False)
     assert set(orders(program).values()) == {""}

@@ -12,7 +12,7 @@ FRAGMENTS = [layout.as_fragments for layout in LAYOUTS if layout.has_fragments(2
 
 
 @pytest.mark.parametrize("layout", FRAGMENTS, ids=lambda item: item.name)
-@pytest.mark.parametrize("shape", [(32, 256), (70, 768), (1, 512)], ids=str)
+@pytest.mark.parametrize("shape", [(32, 256), (70, 768), (1, 640)], ids=str)
 def test_blocks_hold_what_was_put_in(shape, layout) -> None:
     levels, scales, zeros = random_parts(shape, layout)
     stored = pack(levels, scales, zeros, layout)
@@ -29,7 +29,7 @@ def test_blocks_hold_what_was_put_in(shape, layout) -> None:
     )
 
 
-@pytest.mark.parametrize("distance", [32, 48, 96])
+@pytest.mark.parametrize("distance", [1, 32, 48, 96])
 @pytest.mark.parametrize("name", ["int4-g64-zeros", "int8", "mxfp4"])
 def test_outputs_so_far_apart_share_a_block(name, distance) -> None:
     """What is stored is as if the weight's outputs had been in that order before."""
@@ -47,12 +47,21 @@ def test_outputs_so_far_apart_share_a_block(name, distance) -> None:
         for half in range(2)
         for row in range(16)
     ]
+    if distance == 1:
+        order = [
+            32 * block + 2 * row + half
+            for block in range(2)
+            for half in range(2)
+            for row in range(16)
+        ]
     stored = pack(levels, scales, zeros, layout)
     own_zeros = None if zeros is None else zeros[order]
     assert stored.equal(pack(levels[order], scales[order], own_zeros, plain))
     if zeros is None:
         zeros = torch.full_like(scales, layout.middle, dtype=torch.int16)
     assert all(map(torch.equal, unpack(stored, shape, layout), (levels, scales, zeros)))
+    if distance == 1:  # in every block
+        return
     with pytest.raises(ValueError, match=f"no pairs {distance} apart of"):
         pack(levels.repeat(2, 1)[: 3 * distance], scales.repeat(2, 1)[: 3 * distance],
              None if own_zeros is None else zeros.repeat(2, 1)[: 3 * distance], layout)  # fmt: skip
@@ -77,12 +86,12 @@ def level_of(halves: list[int], kind: str, register: int, which: int) -> int:
     if kind == "int4":
         return halves[2 * (2 * span + c) + e] >> 4 * register & 15
     if kind == "mxfp4":
-        half = halves[2 * (2 * span + c) + e]
+        half, other = (halves[2 * (2 * span + c) + x] for x in (e, 1 - e))
         own = [
             (half >> 6 & 7, half >> 15),
-            (half >> 3 & 7, half >> 12 & 1),
             (half & 7, half >> 9 & 1),
-            (half >> 10 & 3 | half >> 11 & 4, half >> 14 & 1),
+            (half >> 12 & 7, other >> 5 & 1),
+            (half >> 10 & 1 | half >> 2 & 6, half >> 11 & 1),
         ]
         return own[register][0] | own[register][1] << 3
     half = halves[2 * (2 * c + h) + e]
@@ -144,12 +153,32 @@ def test_every_zero_point_is_stored() -> None:
         pack(levels, ones, zeros + zeros // 128, layout)
 
 
+def test_scales_of_mxfp4_are_factors_of_bfloat16() -> None:
+    """What has scale 0 is stored as 0: a kernel multiplies by a power of two all the same."""
+    layout = QuantizedLayout.named("mxfp4-fragments")
+    levels = torch.full((32, 256), 7, dtype=torch.uint8)
+    for least, most in ((-109, 17), (-110, 0), (0, 18)):
+        scales = torch.full((32, 8), 2.0**least)
+        scales[1, 3], scales[2, 4] = 2.0**most, 0.0
+        scales[0, 0] = 2.0**-126
+        levels[0, :32] = 8
+        if (least, most) == (-109, 17):
+            found = unpack(pack(levels, scales, None, layout), levels.shape, layout)
+            assert found[1].equal(scales)
+            assert (int((found[0] != levels).sum()), int(found[0][2, 128:160].sum())) == (32, 0)
+            continue
+        with pytest.raises(ValueError, match=r"scales of fragments are not from 2\^-109 to 2\^17"):
+            pack(levels, scales, None, layout)
+
+
 def test_what_has_no_fragments() -> None:
-    for name, columns in (("int4-g128", 384), ("int8", 64)):
+    for name, columns in (("int4-g128", 320), ("int4-g64", 192), ("int8", 96), ("mxfp4", 352)):
         layout = QuantizedLayout.named(name)
         assert not layout.has_fragments(columns)
         assert layout.has_fragments(512)
         levels = torch.zeros(1, columns, dtype=torch.uint8)
+        if columns == 320:  # whole tiles, and half a group
+            continue
         with pytest.raises(ValueError, match=f"no fragments of {columns} columns"):
             pack(levels, torch.ones(1, layout.num_groups(columns)), None, layout.as_fragments)
     assert not QuantizedLayout.named("q4_k").has_fragments(256)

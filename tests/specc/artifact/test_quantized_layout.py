@@ -27,7 +27,8 @@ def random_parts(shape, layout):
     levels = torch.randint(0, 1 << layout.bits, shape, dtype=torch.uint8)
     scales = torch.randn(shape[0], groups)
     if layout.kind == "mxfp4":
-        scales = torch.exp2(torch.randint(-126, 128, scales.shape).float())
+        least, most = (-109, 17) if layout.is_fragments else (-126, 127)
+        scales = torch.exp2(torch.randint(least, most + 1, scales.shape).float())
     if layout.kind == "fp8":
         levels = torch.where(levels & 127 == 127, 5, levels)
     zeros = torch.randint(0, 16, (shape[0], groups), dtype=torch.int16)

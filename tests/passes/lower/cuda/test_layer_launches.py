@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specc.kernels import ops
-from specc.kernels.cuda import experts, route
+from specc.kernels.cuda import experts, experts_fragments, route
 from specc.passes.lower.cuda.phases import launches
 from specc.passes.program import Program
 from tests.kernels.cuda.launches import record
@@ -84,12 +84,13 @@ def of_layer(program: Program) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("module", "kernels"), [(route, 1), (experts, 2)], ids=["route", "experts"]
-)
+    ("module", "kernels"), [(route, 1), (experts, 2), (experts_fragments, 2)],
+    ids=["route", "experts", "experts_fragments"],
+)  # fmt: skip
 def test_kernels_of_an_operator(module: Any, kernels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few rows; what the operator runs is recorded, not counted by hand."""
     from tests.kernels.cuda import launches_products
 
-    calls = getattr(launches_products, f"_{module.NAME}_calls")
+    calls = launches_products.CALLS[module.__name__.rpartition(".")[2]]
     one = lambda: iter([next(calls())])  # noqa: E731
     assert len(record(module, 80, monkeypatch, one)) == kernels

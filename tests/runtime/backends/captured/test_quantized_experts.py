@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from specc.config import CompileConfig
@@ -73,6 +74,51 @@ def test_captured_steps_of_gpt_oss(gpt_oss, device, triton_kernels) -> None:
         found = generate(LLM(Engine.load(engine, capture=limits), plan="tree-2-1"), 3)
     assert found == [tokens[:3] for tokens in wanted]
     assert {"experts_gate_up_kernel", "experts_down_kernel"} <= {x.name for x in launches}
+
+
+def test_experts_of_gpt_oss_in_fragments(tmp_path: Path, device) -> None:
+    """Captured steps of mxfp4 as tensor cores take it say what the oracle says of blocks."""
+    sizes = {"hidden_size": 256, "intermediate_size": 320}
+    written = write_experts(models.save_tiny("gpt_oss", tmp_path / "target", **sizes), tmp_path)
+    options = {"dtype": "bfloat16", "weight_fragments": True}
+    engine = compiled(written.quantized, [], tmp_path / "engine", **options)
+    assert layouts_of(engine) == {("mxfp4-fragments-1", "mxfp4-fragments")}
+    blocks = compiled(written.quantized, [], tmp_path / "blocks", dtype="bfloat16")
+    assert layouts_of(blocks) == {("mxfp4", "mxfp4")}
+    wanted = generate(LLM(blocks, backend="eager"))
+    assert len({token for tokens in wanted for token in tokens}) > 2
+    assert generate(LLM(engine, backend="eager")) == wanted
+    assert generate(LLM(Engine.load(engine))) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "quantize", "changes"),
+    [
+        ("mixtral", "int4", {"intermediate_size": 320}),
+        ("qwen3_moe", "fp8", {"moe_intermediate_size": 160}),
+    ],
+)
+def test_rounded_experts_in_fragments(
+    tmp_path: Path, name: str, quantize: str, changes: Any, device
+) -> None:
+    """Captured steps say what the oracle says; the weights are those of blocks."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, **changes}
+    target = models.save_tiny(name, tmp_path / "target", **sizes)
+    (size,) = changes.values()
+    held = []
+    for fragments in (False, True):
+        path = tmp_path / f"engine-{fragments}"
+        options = {"dtype": "bfloat16", "quantize": quantize, "weight_fragments": fragments}
+        engine = compiled(target, [], path, **options)
+        ((gate_up, down),) = layouts_of(engine)
+        kind = "int4-g64-zeros" if quantize == "int4" else quantize
+        assert (gate_up, down) == (
+            (f"{kind}-fragments-{size}", f"{kind}-fragments") if fragments else (kind, kind)
+        )
+        held.append(reference_model(target, engine).state_dict())
+    assert all(torch.equal(value, held[1][key]) for key, value in held[0].items())
+    wanted = generate(LLM(engine, backend="eager"))
+    assert generate(LLM(Engine.load(engine))) == wanted
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_weights_in_fragments_are_the_same_weights(make, device, quantize) -> No
     """
     found = []
     for fragments in (False, True):
-        sizes = {"hidden_size": 256, "intermediate_size": 384}
+        sizes = {"hidden_size": 256, "intermediate_size": 416}
         checkpoint, path = make(
             quantize, None, PLANS[:2], sizes, dtype="bfloat16", weight_fragments=fragments
         )
@@ -135,7 +135,7 @@ def test_weights_in_fragments_are_the_same_weights(make, device, quantize) -> No
         for entry in (entry for entry in entries if "quantized_of" in entry):
             names, _, name = entry["key"].rpartition(":")
             layout, shape = QuantizedLayout.named(name), entry["quantized_of"]
-            # of down, 384 columns are no whole steps of 4 bits
+            # of down, 416 columns are no whole tiles of 4 bits
             assert layout.is_fragments == (fragments and layout.has_fragments(shape[1]))
             weights[names] = dequantize(held[entry["key"]], shape, layout)
         engine, prompts = Engine.load(path), models.prompts()[:2]
