@@ -121,18 +121,9 @@ def _check_trees(winners: Tensor, tokens: Tensor, parents: Tensor, max_depth: in
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: integers alone."""
+    types = {torch.int64: ("winners", "tokens", "output_tokens")}
+    types |= {torch.int32: ("parents", "path", "num_accepted")}
     for block_n, block_d in ((1, 1), (8, 8), (32, 8), (64, 8), (256, 16), (1024, 64), (1024, 1024)):
-        yield Shipped(
-            name=f"walk-nodes{block_n}-depth{block_d}",
-            kernel=walk_kernel,
-            signature={
-                **dict.fromkeys(("winners", "tokens", "output_tokens"), "*i64"),
-                **dict.fromkeys(("parents", "path", "num_accepted"), "*i32"),
-                **dict.fromkeys(("winner_stride", "token_stride", "parent_stride"), "i32"),
-                **dict.fromkeys(("num_nodes", "max_depth"), "i32"),
-            },
-            constexprs={"BN": block_n, "BD": block_d},
-            num_warps=walk_warps(block_n),
-            num_stages=3,
-            divisible=("winners", "tokens", "parents", "path", "num_accepted", "output_tokens"),
-        )
+        name = f"walk-nodes{block_n}-depth{block_d}"
+        sizes = {"BN": block_n, "BD": block_d, "num_warps": walk_warps(block_n)}
+        yield Shipped.of(name, walk_kernel, types, **sizes)

@@ -22,6 +22,12 @@ class ActAndMulConfig:
     block_i: int
     num_warps: int
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of a launch, as the kernel and Triton call them."""
+        blocks = {"BLOCK_R": self.block_r, "BLOCK_I": self.block_i}
+        return blocks | {"num_warps": self.num_warps, "num_stages": 1}
+
 
 # 8 elements a thread; narrow layers, as of experts, share a program
 _CONFIGS = {
@@ -55,23 +61,13 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration and activation; the same for all capabilities."""
     for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
         for item in _CONFIGS.values():
             for activation in ACTIVATIONS:
-                yield Shipped(
-                    name=f"{pointer[1:]}-{activation}-i{item.block_i}",
-                    kernel=_act_and_mul_kernel,
-                    signature=dict.fromkeys(("gate_up", "out"), pointer)
-                    | dict.fromkeys(("num_rows", "num_inner", "size", "outer", "inner"), "i32"),
-                    constexprs={
-                        "ACTIVATION": activation,
-                        "BLOCK_R": item.block_r,
-                        "BLOCK_I": item.block_i,
-                    },
-                    num_warps=item.num_warps,
-                    num_stages=1,
-                    divisible=("gate_up", "out", "size", "outer", "inner"),
-                )
+                yield Shipped.of(
+                    f"{TYPE_NAMES[dtype]}-{activation}-i{item.block_i}",
+                    _act_and_mul_kernel, {dtype: ("gate_up", "out")},
+                    ACTIVATION=activation, **item.sizes,
+                )  # fmt: skip
 
 
 def _launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
@@ -86,10 +82,7 @@ def _launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
         size,
         *rows.strides[0],
         ACTIVATION=activation,
-        BLOCK_R=item.block_r,
-        BLOCK_I=item.block_i,
-        num_warps=item.num_warps,
-        num_stages=1,
+        **item.sizes,
     )
 
 

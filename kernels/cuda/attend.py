@@ -18,15 +18,14 @@ from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda import attend_few, attend_wide
 from specc.kernels.cuda.attend_call import (
     DTYPES,
-    NOTHING_BESIDE,
-    PLACES,
+    ROWS,
     SEARCH,
     SHIPPED_PAGES,
-    STRIDES,
     AttendCall,
     padded,
     page_rows,
-    signature,
+    shape_name,
+    types_of,
 )
 from specc.kernels.cuda.attend_config import AttendConfig, config, for_chunks, machine
 from specc.kernels.cuda.attend_kernels import attend_kernel
@@ -173,14 +172,8 @@ def check_heads(call: AttendCall) -> None:
 
 # what engines are built with
 _SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)
-_POINTERS = ("q", "k_cache", "v_cache", "out", "partial", "lse", "arrived", *PLACES)
 # older than the keys that the kernel before writes: it finds its places by them
 _EARLY = ("q_start", "position", "slot", "cache_len")
-_INTEGERS = (
-    "window", "sink", "num_tokens", "num_seqs", "num_heads", "group", "num_words",
-    "num_blocks", "num_pages", "block_size", "tokens_each", "num_splits", "slots",
-    "waves", "num_parts", "stride_table", "stride_words", *STRIDES,
-)  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -224,24 +217,10 @@ def _shipped_attend(
     chunk: int,
     is_quantized: bool,
 ) -> Shipped:
-    name = TYPE_NAMES[dtype]
     c = for_chunks(c) if chunk else c
-    return Shipped(
-        f"attend-{name}-d{head_dim}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
-        attend_kernel,
-        {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
-        {
-            **_sizes(dtype, head_dim, head_dim, c, is_quantized),
-            "PAGE": page,
-            "IS_TREE": is_tree,
-            **NOTHING_BESIDE,
-            "slopes": None,
-            "ROUNDS": False,
-            "CHUNK": chunk,
-        },
-        c.num_warps,
-        c.num_stages,
-        (*_POINTERS, *STRIDES),
-        c.max_registers,
-        early=_EARLY,
-    )
+    return Shipped.of(
+        f"attend-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}-{shape_name(page, is_tree)}",
+        attend_kernel, {dtype: (*ROWS, "out")}, types_of(is_tree),
+        **_sizes(dtype, head_dim, head_dim, c, is_quantized), PAGE=page, IS_TREE=is_tree,
+        CHUNK=chunk, **c.options, early=_EARLY,
+    )  # fmt: skip

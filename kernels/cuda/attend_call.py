@@ -13,7 +13,7 @@ from torch import Tensor
 from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend_config import SHORT_ROWS, AttendConfig, Work, plan_work
 from specc.kernels.cuda.launch import is_even
-from specc.kernels.cuda.shipped import TYPE_NAMES
+from specc.kernels.cuda.shipped import TYPE_NAMES, Types
 from specc.speculation.tree import WORD_BITS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -23,6 +23,8 @@ SEARCH = 64
 SHIPPED_PAGES = ((1, 4096), (256, 16))
 # arguments of every kernel that say where tokens and keys are
 PLACES = ("q_start", "position", "slot", "cache_len", "ancestors", "block_table")
+# tensors in the dtype of queries
+ROWS = ("q", "k_cache", "v_cache")
 # strides of queries and of caches of keys and values
 STRIDES = (
     "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
@@ -273,6 +275,23 @@ def page_rows(num_pages: int, block_size: int, block_n: int) -> int:
 def are_pages_whole(num_pages: int, block_size: int, block_n: int) -> bool:
     """Whether every key block has whole pages, or lies in one."""
     return num_pages == 1 or block_size % block_n == 0 or block_size in (16, 32)
+
+
+def shape_name(page: int, is_tree: bool) -> str:
+    """Of a configuration for such pages of keys, with ancestors or without."""
+    return f"page{page}-{'tree' if is_tree else 'causal'}"
+
+
+def types_of(is_tree: bool = True) -> Types:
+    """Types of what kernels take beside `ROWS` and a result.
+
+    Without ancestors `q_start` stands in their place.
+    """
+    integers = ("q_start", "slot", "cache_len", "block_table", "arrived")
+    types: Types = {torch.float32: ("partial", "lse", "sums"), float: ("scale",)}
+    if is_tree:
+        return types | {torch.int32: integers, torch.int64: ("position", "ancestors")}
+    return types | {torch.int32: (*integers, "ancestors"), torch.int64: ("position",)}
 
 
 def signature(

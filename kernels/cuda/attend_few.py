@@ -11,14 +11,13 @@ from torch import Tensor
 
 from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.attend_call import (
-    NOTHING_BESIDE,
-    PLACES,
+    ROWS,
     SHIPPED_PAGES,
-    STRIDES,
     AttendCall,
     are_pages_whole,
     page_rows,
-    signature,
+    shape_name,
+    types_of,
 )
 from specc.kernels.cuda.attend_config import TritonOptions
 from specc.kernels.cuda.attend_few_kernels import attend_few_kernel
@@ -146,16 +145,9 @@ def _sizes(head_dim: int, c: FewConfig) -> dict[str, int]:
     }  # fmt: skip
 
 
-_POINTERS = ("q", "k_cache", "v_cache", "out", "partial", "lse", "arrived", *PLACES)
 # older than the keys that the kernel before writes: it finds its places by them; of the cache only
 # rows that it does not write
-_EARLY = (
-    "q_start", "position", "slot", "cache_len", "block_table", "k_cache", "v_cache",
-)  # fmt: skip
-_INTEGERS = (
-    "num_tokens", "num_heads", "group", "shift", "num_words", "num_blocks", "num_pages",
-    "block_size", "tokens_each", "max_splits", "stride_words", *STRIDES,
-)  # fmt: skip
+_EARLY = ("q_start", "position", "slot", "cache_len", "block_table", "k_cache", "v_cache")
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -184,15 +176,8 @@ def _all_shipped(capability: int, is_quantized: bool = False) -> Iterator[Shippe
 def _shipped(
     dtype: torch.dtype, head_dim: int, rows: int, c: FewConfig, page: int, is_tree: bool
 ) -> Shipped:
-    name = TYPE_NAMES[dtype]
-    return Shipped(
-        f"{name}-d{head_dim}-rows{rows}-page{page}-{'tree' if is_tree else 'causal'}",
-        attend_few_kernel,
-        {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
-        {**_sizes(head_dim, c), "PAGE": page, "IS_TREE": is_tree, **NOTHING_BESIDE},
-        c.num_warps,
-        c.num_stages,
-        (*_POINTERS, *STRIDES),
-        c.max_registers,
-        early=_EARLY,
-    )
+    return Shipped.of(
+        f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{rows}-{shape_name(page, is_tree)}",
+        attend_few_kernel, {dtype: (*ROWS, "out")}, types_of(is_tree),
+        **_sizes(head_dim, c), PAGE=page, IS_TREE=is_tree, **c.options, early=_EARLY,
+    )  # fmt: skip

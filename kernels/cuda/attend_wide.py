@@ -11,14 +11,13 @@ from torch import Tensor
 
 from specc.kernels.cuda import attend_few, dependent
 from specc.kernels.cuda.attend_call import (
-    NOTHING_BESIDE,
-    PLACES,
+    ROWS,
     SHIPPED_PAGES,
-    STRIDES,
     AttendCall,
     are_pages_whole,
     page_rows,
-    signature,
+    shape_name,
+    types_of,
 )
 from specc.kernels.cuda.attend_config import SHORT_ROWS
 from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel
@@ -183,8 +182,6 @@ def launch(c: WideConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
     merge_wide_kernel[(num_programs, call.num_kv_heads, call.num_seqs)](
         out, partial, lse, call.q_start, *numbers, call.tokens_each, max_splits,
         **_merge_sizes(call.head_dim, c),
-        num_warps=c.merge_warps,
-        maxnreg=_MERGE_REGISTERS,
     )  # fmt: skip
 
 
@@ -196,17 +193,8 @@ def _sizes(head_dim: int, c: WideConfig) -> dict[str, int]:
 
 
 def _merge_sizes(head_dim: int, c: WideConfig) -> dict[str, int]:
-    return {"D": head_dim, "BM": c.block_m, "BR": c.merge_rows, "BP": c.merge_parts}
-
-
-_POINTERS = ("q", "k_cache", "v_cache", "partial", "lse", *PLACES)
-_INTEGERS = (
-    "num_tokens", "num_seqs", "num_heads", "group", "num_words", "num_blocks", "num_pages",
-    "block_size", "tokens_each", "max_splits", "num_shares", "stride_table", "stride_words",
-    *STRIDES,
-)  # fmt: skip
-_MERGE_POINTERS = ("out", "partial", "lse", "q_start")
-_MERGE_INTEGERS = ("num_tokens", "num_seqs", "num_heads", "group", "tokens_each", "max_splits")
+    sizes = {"D": head_dim, "BM": c.block_m, "BR": c.merge_rows, "BP": c.merge_parts}
+    return sizes | {"num_warps": c.merge_warps, "maxnreg": _MERGE_REGISTERS}
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -223,27 +211,14 @@ def shipped(capability: int) -> Iterator[Shipped]:
 
 
 def _shipped(dtype: torch.dtype, head_dim: int, c: WideConfig, page: int, is_tree: bool) -> Shipped:
-    name = TYPE_NAMES[dtype]
-    return Shipped(
-        f"{name}-d{head_dim}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
-        attend_wide_kernel,
-        {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
-        {**_sizes(head_dim, c), "PAGE": page, "IS_TREE": is_tree, **NOTHING_BESIDE},
-        4,
-        3,
-        (*_POINTERS, *STRIDES),
-        c.max_registers,
-    )
+    return Shipped.of(
+        f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}-{shape_name(page, is_tree)}",
+        attend_wide_kernel, {dtype: ROWS}, types_of(is_tree),
+        **_sizes(head_dim, c), PAGE=page, IS_TREE=is_tree, maxnreg=c.max_registers,
+    )  # fmt: skip
 
 
 def _shipped_merge(dtype: torch.dtype, head_dim: int, c: WideConfig) -> Shipped:
-    return Shipped(
-        f"merge-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}",
-        merge_wide_kernel,
-        signature(_MERGE_POINTERS, _MERGE_INTEGERS, dtype),
-        _merge_sizes(head_dim, c),
-        c.merge_warps,
-        3,
-        _MERGE_POINTERS,
-        _MERGE_REGISTERS,
-    )
+    name = f"merge-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}"
+    sizes = _merge_sizes(head_dim, c)
+    return Shipped.of(name, merge_wide_kernel, {dtype: ("out",)}, types_of(), **sizes)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.kv_quantized import check_words, in_words, load_scales, values_of
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, Types
 from specc.kernels.operators.block_mass import MOST_VOTERS
 from specc.kernels.reference.kv_rows import columns_of
 
@@ -296,7 +296,6 @@ def _check(q: Tensor, k_cache: Tensor, mass: Tensor, num_seqs: int, num_pages: i
 
 
 _SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)
-_STRIDES = ("stride_qh", "stride_qt", "stride_kcb", "stride_kcs", "stride_kch")
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -312,30 +311,18 @@ def in_quantized(capability: int) -> Iterator[Shipped]:
 
 
 def _shipped(is_quantized: bool = False) -> Iterator[Shipped]:
+    places = ("q_start", "slot", "cache_len", "block_table", "used")
+    types: Types = {torch.int32: places, torch.int64: ("position", "words")}
+    types |= {torch.float32: ("mass", "votes"), float: ("scale",)}
     for dtype in DTYPES:
-        pointers = dict.fromkeys(("q", "k_cache"), f"*{TYPE_NAMES[dtype]}")
-        pointers |= dict.fromkeys(("q_start", "slot", "cache_len", "block_table", "used"), "*i32")
-        pointers |= {"position": "*i64", "words": "*i64", "mass": "*fp32", "votes": "*fp32"}
-        integers = dict.fromkeys((*_NOT_SPECIALIZED, *_STRIDES), "i32")
+        options = _options(dtype, is_quantized)
         for head_dim in _SHIPPED_HEAD_DIMS:
-            if head_dim > most_head_dim(dtype):
-                continue
-            options = _options(dtype, is_quantized)
-            for is_tree in (False, True):
-                sizes = {"D": head_dim, "BD": max(16, triton.next_power_of_2(head_dim))}
-                sizes |= {"BT": MOST_VOTERS, "BN": _tile(_BLOCK_SIZE), "IS_TREE": is_tree}
-                yield Shipped(
+            for is_tree in (False, True) if head_dim <= most_head_dim(dtype) else ():
+                yield Shipped.of(
                     f"{TYPE_NAMES[dtype]}-d{head_dim}-{'tree' if is_tree else 'causal'}",
-                    _votes_kernel,
-                    {**pointers, "scale": "fp32", **integers},
-                    sizes,
-                    options["num_warps"],
-                    3,
-                    (*pointers, *_STRIDES),
-                    options.get("maxnreg"),
-                )
-    added = {"votes": "*fp32", "used": "*i32", "mass": "*fp32"}
-    integers = dict.fromkeys(("num_columns", "num_heads", "stride_mass"), "i32")
-    yield Shipped(
-        "add", _add_kernel, {**added, **integers}, {"BC": _COLUMNS}, _NUM_WARPS, 3, tuple(added)
-    )
+                    _votes_kernel, {dtype: ("q", "k_cache")}, types,
+                    D=head_dim, BD=max(16, triton.next_power_of_2(head_dim)),
+                    BT=MOST_VOTERS, BN=_tile(_BLOCK_SIZE), IS_TREE=is_tree, **options,
+                )  # fmt: skip
+    added = {torch.float32: ("votes", "mass"), torch.int32: ("used",)}
+    yield Shipped.of("add", _add_kernel, added, BC=_COLUMNS)

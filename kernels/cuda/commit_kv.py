@@ -153,24 +153,11 @@ def _check_moves(source: Tensor, target: Tensor, block_table: Tensor) -> None:
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: loads and stores alone."""
-    pointers = ("slab", "source", "target", "block_table")
-    strides = [f"{name}_{what}" for name in pointers[1:] for what in ("stride", "step")]
-    strides = [name.replace("block_table", "table") for name in strides]
-    counts = ("num_moves", "num_slots", "num_blocks", "block_size")
-    for element, bits in (("16", "*i16"), ("32", "*i32")):
+    moves = {torch.int32: ("source", "target", "block_table")}
+    for element in (2, 4):
         for row in (512, 1024):
             for num_moves in (1, 4, 8, 16, 64, 1024):
+                name = f"bits{8 * element}-row{row}-moves{num_moves}"
                 sizes = config(num_moves, row)
-                yield Shipped(
-                    name=f"bits{element}-row{row}-moves{num_moves}",
-                    kernel=commit_kv_kernel,
-                    signature={
-                        "slab": bits,
-                        **dict.fromkeys(pointers[1:], "*i32"),
-                        **dict.fromkeys([*strides, *counts], "i32"),
-                    },
-                    constexprs={"ROW": row, "BP": sizes["BP"], "BD": sizes["BD"]},
-                    num_warps=sizes["num_warps"],
-                    num_stages=3,
-                    divisible=pointers,
-                )
+                slab = {BITS[element]: ("slab",)}
+                yield Shipped.of(name, commit_kv_kernel, slab, moves, ROW=row, **sizes)

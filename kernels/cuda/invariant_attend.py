@@ -18,13 +18,11 @@ from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend import check_heads
 from specc.kernels.cuda.attend_call import (
     DTYPES,
-    NOTHING_BESIDE,
-    PLACES,
+    ROWS,
     SEARCH,
-    STRIDES,
     AttendCall,
     padded,
-    signature,
+    types_of,
 )
 from specc.kernels.cuda.attend_visits import NO_WINDOW
 from specc.kernels.cuda.invariant_attend_kernels import (
@@ -32,8 +30,7 @@ from specc.kernels.cuda.invariant_attend_kernels import (
     SPLITS,
     invariant_attend_kernel,
 )
-from specc.kernels.cuda.sampling import Unfused
-from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.operators.attention import SPLIT_ROWS
 
 # rows of a tile: those of the first operand of an instruction
@@ -165,29 +162,12 @@ def _sizes(dtype: torch.dtype, head_dim: int, value_dim: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-_POINTERS = ("q", "k_cache", "v_cache", "out", "partial", "sums", "arrived", *PLACES)
-_INTEGERS = (
-    "window", "sink", "num_tokens", "num_seqs", "num_heads", "group", "num_words",
-    "num_blocks", "num_pages", "block_size", "tokens_each", "tile_tokens", "num_splits",
-    "stride_table", "stride_words", *STRIDES,
-)  # fmt: skip
-
-
 def shipped(capability: int) -> Iterator[Shipped]:
     """One configuration for each dtype and size of heads; prompts have no words of ancestors."""
     for dtype in DTYPES:
         for head_dim in (64, 80, 96, 128, 256):
-            c = config(dtype, head_dim)
-            types = signature(_POINTERS, _INTEGERS, dtype)
-            yield Unfused(
-                f"{types['q'].removeprefix('*')}-d{head_dim}",
-                invariant_attend_kernel,
-                {**types, "sums": "*fp32", "scale": "fp32"},
-                {
-                    **_sizes(dtype, head_dim, head_dim), **NOTHING_BESIDE,
-                    "slopes": None, "ROUNDS": False, "CHUNK": 0,
-                },
-                c.num_warps,
-                c.num_stages,
-                (*_POINTERS, *STRIDES),
+            yield Shipped.of(
+                f"{TYPE_NAMES[dtype]}-d{head_dim}",
+                invariant_attend_kernel, {dtype: (*ROWS, "out")}, types_of(),
+                **_sizes(dtype, head_dim, head_dim), **config(dtype, head_dim).options,
             )  # fmt: skip

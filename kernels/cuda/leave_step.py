@@ -79,20 +79,11 @@ def leave_step(
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """With and without drafts."""
-    for has_drafts in (False, True):
-        wide = ("results", "last_tokens", "output_tokens", "next_last_tokens")
-        narrow = ("cache_len", "num_accepted", "next_cache_len", *(("draft_lens",) * has_drafts))
-        item = Shipped(
-            name="drafts" if has_drafts else "off",
-            kernel=leave_step_kernel,
-            signature=dict.fromkeys(wide, "*i64")
-            | dict.fromkeys(narrow, "*i32")
-            | dict.fromkeys(_COUNTS, "i32"),
-            constexprs={"BLOCK": BLOCK} | ({} if has_drafts else {"draft_lens": None}),
-            num_warps=1,
-            num_stages=3,
-            divisible=(*wide, *narrow),
-        )
+    wide = ("results", "last_tokens", "output_tokens", "next_last_tokens")
+    narrow = ("cache_len", "num_accepted", "next_cache_len", "draft_lens")
+    types = {torch.int64: wide, torch.int32: narrow}
+    for name, absent in (("off", {"draft_lens": None}), ("drafts", {})):
+        item = Shipped.of(name, leave_step_kernel, types, BLOCK=BLOCK, num_warps=1, **absent)
         yield from with_dependent(item, capability, None)
 
 

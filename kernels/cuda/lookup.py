@@ -185,31 +185,10 @@ def lookup(
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: a few integers."""
-    pointers = ("history", "block_table", "cache_len")
-    counts = ("table_stride", "num_columns", "num_blocks", "block_size", "num_last", "num_parts")
-    signature = {
-        **dict.fromkeys(pointers, "*i32"),
-        **dict.fromkeys(("last_tokens", "keys"), "*i64"),
-        **dict.fromkeys(counts, "i32"),
-    }
-    yield Shipped(
-        name="parts",
-        kernel=lookup_parts_kernel,
-        signature={**signature, "ngram": "i32"},
-        constexprs={"PART": PART},
-        num_warps=4,
-        num_stages=3,
-        divisible=(*pointers, "last_tokens", "keys"),
-    )
+    integers, tokens = ("history", "block_table", "cache_len"), ("last_tokens", "keys")
+    types = {torch.int32: integers, torch.int64: tokens}
+    yield Shipped.of("parts", lookup_parts_kernel, types, PART=PART)
+    types = {torch.int32: (*integers, "parents"), torch.int64: (*tokens, "tokens")}
     for num_tokens in (3, 7, 15, 63, 1023):
         sizes = tokens_config(num_tokens)
-        num_warps = sizes.pop("num_warps")
-        yield Shipped(
-            name=f"tokens-{num_tokens}",
-            kernel=lookup_tokens_kernel,
-            signature={**signature, "tokens": "*i64", "parents": "*i32", "num_tokens": "i32"},
-            constexprs=sizes,
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=(*pointers, "last_tokens", "keys", "tokens", "parents"),
-        )
+        yield Shipped.of(f"tokens-{num_tokens}", lookup_tokens_kernel, types, **sizes)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.shipped import Shipped, Types
 from specc.kernels.cuda.tree_expand import NO_KEY, order_key
 from specc.speculation.tree import MAX_NODES, WORD_BITS
 
@@ -286,55 +286,20 @@ def _check_trees(operator: str, tokens: Tensor, parents: Tensor, most: int) -> N
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: a few integers."""
+    tokens = ("tokens", "out_tokens")
+    types: Types = {torch.int64: tokens}
+    types |= {torch.int32: ("parents", "start", "out_parents", "image", "count")}
     for num_trees, tree_nodes in ((2, 8), (2, 32), (3, 64), (4, 256)):
-        total = num_trees * tree_nodes
+        name, total = f"merge-{num_trees}x{tree_nodes}", num_trees * tree_nodes
         sizes = merge_config(total, 1 + total - num_trees, num_trees)
-        num_warps = sizes.pop("num_warps")
-        merged = ("tokens", "parents", "start", "out_tokens", "out_parents", "image", "count")
-        yield Shipped(
-            name=f"merge-{num_trees}x{tree_nodes}",
-            kernel=merge_trees_kernel,
-            signature={
-                **{name: "*i64" if "tokens" in name else "*i32" for name in merged},
-                **dict.fromkeys(("token_stride", "parent_stride", "start_stride"), "i32"),
-                "num_nodes": "i32",
-            },
-            constexprs={"T": total, "S": num_trees, **sizes},
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=merged,
-        )
+        yield Shipped.of(name, merge_trees_kernel, types, T=total, S=num_trees, **sizes)
+    types = {torch.int64: tokens, torch.float32: ("scores",)}
+    types |= {torch.int32: ("parents", "out_parents", "kept")}
     for num_candidates, num_nodes in ((43, 16), (511, 60), (1024, 256), (4096, 1024)):
+        name = f"rerank-{num_candidates}-to-{num_nodes}"
         sizes = rerank_config(num_candidates)
-        num_warps = sizes.pop("num_warps")
-        ranked = ("tokens", "parents", "scores", "out_tokens", "out_parents", "kept")
-        yield Shipped(
-            name=f"rerank-{num_candidates}-to-{num_nodes}",
-            kernel=rerank_tree_kernel,
-            signature={
-                **{name: "*i64" if "tokens" in name else "*i32" for name in ranked},
-                "scores": "*fp32",
-                **dict.fromkeys(("token_stride", "parent_stride", "score_stride"), "i32"),
-                "num_candidates": "i32",
-            },
-            constexprs={"N": num_nodes, **sizes},
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=ranked,
-        )
+        yield Shipped.of(name, rerank_tree_kernel, types, N=num_nodes, **sizes)
+    types = {torch.int64: ("words",), torch.int32: ("parents", "depths")}
     for num_nodes in (8, 60, 256, 1024):
-        sizes = words_config(num_nodes)
-        num_warps = sizes.pop("num_warps")
-        yield Shipped(
-            name=f"ancestor-words-{num_nodes}",
-            kernel=ancestor_words_kernel,
-            signature={
-                **dict.fromkeys(("parents", "depths"), "*i32"),
-                "words": "*i64",
-                **dict.fromkeys(("parent_stride", "num_nodes", "num_words"), "i32"),
-            },
-            constexprs=sizes,
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=("parents", "words", "depths"),
-        )
+        name = f"ancestor-words-{num_nodes}"
+        yield Shipped.of(name, ancestor_words_kernel, types, **words_config(num_nodes))

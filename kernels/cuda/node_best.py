@@ -20,7 +20,6 @@ from specc.kernels.cuda.row_options import (
     NUM_PROMPT,
     RULE,
     SEED,
-    Bounded,
     factor_of,
     has_filter,
     is_sampled,
@@ -219,34 +218,17 @@ def node_best(
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability."""
+    types = {torch.int64: ("words", "tokens", "best"), torch.float32: ("values", "stats")}
+    types |= {torch.int32: ("cache_len", "depths", "counts", "parents")}
+    sizes = config(1, 131072)
     for dtype in DTYPES:
         for all_rules in (False, True):
-            # a root is the last column of a step's tokens: not aligned
-            tokens = () if all_rules else ("tokens",)
-            item = Bounded(
-                name=f"{'roots' if all_rules else 'nodes'}-{TYPE_NAMES[dtype]}",
-                kernel=node_best_kernel,
-                signature={
-                    "logits": f"*{TYPE_NAMES[dtype]}",
-                    "values": "*fp32", "stats": "*fp32",
-                    **dict.fromkeys(("words", "tokens", "best"), "*i64"),
-                    **dict.fromkeys(("cache_len", "depths", "counts", "parents"), "*i32"),
-                    **dict.fromkeys(("row_stride", "value_stride", "word_stride"), "i32"),
-                    **dict.fromkeys(("len_stride", "token_stride", "parent_stride"), "i32"),
-                    **dict.fromkeys(("vocab", "num_rows", "first_node"), "i32"),
-                    **dict.fromkeys(("num_parts", "num_blocks"), "i32"),
-                },
-                constexprs={
-                    "ALL_RULES": all_rules,
-                    "BV": config(1, 131072)["BV"],
-                    "BQ": config(1, 131072)["BQ"],
-                },
-                num_warps=4,
-                num_stages=3,
-                max_registers=MAX_REGISTERS,
-                divisible=(
-                    "logits", "values", "stats", "words", "best", "cache_len", *tokens,
-                    "depths", "counts", "parents", "row_stride", "vocab",
-                ),
+            item = Shipped.of(
+                f"{'roots' if all_rules else 'nodes'}-{TYPE_NAMES[dtype]}",
+                node_best_kernel, {dtype: ("logits",)}, types,
+                # a root is the last column of a step's tokens
+                unaligned=("tokens",) if all_rules else (),
+                ALL_RULES=all_rules, BV=sizes["BV"], BQ=sizes["BQ"],
+                maxnreg=MAX_REGISTERS, enable_fp_fusion=False,
             )  # fmt: skip
             yield from with_any_vocab(item, max_registers=MAX_ODD_REGISTERS)

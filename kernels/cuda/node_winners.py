@@ -88,15 +88,5 @@ def row_winners(best: Tensor, depths: Tensor, vocab: int) -> Tensor:
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: integers alone."""
-    yield Shipped(
-        name="winners",
-        kernel=winners_kernel,
-        signature={
-            "best": "*i64", "depths": "*i32", "winners": "*i64",
-            **dict.fromkeys(("vocab", "num_parts"), "i32"),
-        },
-        constexprs={"BS": KEYS},
-        num_warps=1,
-        num_stages=3,
-        divisible=("best", "depths", "winners"),
-    )  # fmt: skip
+    types = {torch.int64: ("best", "winners"), torch.int32: ("depths",)}
+    yield Shipped.of("winners", winners_kernel, types, BS=KEYS, num_warps=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -27,6 +28,12 @@ class RmsNormConfig:
     block_r: int
     block_d: int
     num_warps: int
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Of a launch, as the kernel and Triton call them."""
+        blocks = {"BLOCK_R": self.block_r, "BLOCK_D": self.block_d}
+        return blocks | {"num_warps": self.num_warps, "num_stages": 1}
 
 
 # 16 elements a thread and at least two warps; 32 elements of the longest rows, which spills nothing
@@ -75,23 +82,12 @@ def add_rms_norm(
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration, with and without the sum; the same for all capabilities."""
     for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
+        types = {dtype: ("x", "residual", "gamma", "out", "total"), float: ("eps", "offset")}
         for item in _CONFIGS.values():
-            for is_sum in (False, True):
-                given = ("x", "gamma", "out", *(("residual", "total") if is_sum else ()))
-                strides = ("x_outer", "x_inner", "residual_outer", "residual_inner")
-                absent = {} if is_sum else {"residual": None, "total": None}
-                own = Shipped(
-                    name=f"{pointer[1:]}-{'add' if is_sum else 'norm'}-d{item.block_d}",
-                    kernel=_rms_norm_kernel,
-                    signature=dict.fromkeys(given, pointer)
-                    | dict.fromkeys(("num_rows", "num_inner", "D", *strides), "i32")
-                    | {"eps": "fp32", "offset": "fp32"},
-                    constexprs=absent | {"BLOCK_R": item.block_r, "BLOCK_D": item.block_d},
-                    num_warps=item.num_warps,
-                    num_stages=1,
-                    divisible=(*given, "D", *strides),
-                )
+            for kind, absent in (("norm", ("residual", "total")), ("add", ())):
+                name = f"{TYPE_NAMES[dtype]}-{kind}-d{item.block_d}"
+                sizes = item.sizes | dict.fromkeys(absent)
+                own = Shipped.of(name, _rms_norm_kernel, types, **sizes)
                 yield from with_dependent(own, capability, dtype)
 
 
@@ -138,11 +134,8 @@ def _launch(
         *rows.strides[-1],
         float(eps),
         float(unit_offset),
-        BLOCK_R=item.block_r,
-        BLOCK_D=item.block_d,
+        **item.sizes,
         **launch_options(x.dtype),
-        num_warps=item.num_warps,
-        num_stages=1,
     )
 
 

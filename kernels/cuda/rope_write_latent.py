@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,12 +22,7 @@ NAME = "rope_write_latent"
 # heads of a program, and its warps
 BLOCK_HEADS, WARPS = 4, 4
 _TENSORS = ("q", "q_rest", "latent", "shared", "cos", "sin", "k_cache", "out")
-_PLACES = ("q_start", "slot", "block_table")
 _COUNTS = ("num_tokens", "num_heads", "num_seqs", "num_blocks", "num_pages", "block_size")
-_STRIDES = (
-    "stride_qh", "stride_qt", "stride_rh", "stride_rt", "stride_lt", "stride_st", "stride_cos",
-    "stride_sin", "stride_kcb", "stride_kcs",
-)  # fmt: skip
 
 
 def rope_write_latent(
@@ -113,19 +109,14 @@ def _check(
 def shipped(capability: int) -> Iterator[Shipped]:
     """The widths of DeepSeek and MiniCPM3, and every way to pair columns."""
     for dtype in FLOATS:
-        given = dict.fromkeys(_TENSORS, f"*{TYPE_NAMES[dtype]}") | dict.fromkeys(_PLACES, "*i32")
-        integers = (*_COUNTS, "stride_table", *_STRIDES)
+        types = {dtype: _TENSORS, torch.int32: ("q_start", "slot", "block_table")}
         for size, width in ((512, 64), (256, 32)):
             for pairs in PAIRS:
-                item = Shipped(
-                    name=f"{TYPE_NAMES[dtype]}-{pairs}-r{size}-p{width}",
-                    kernel=_rope_write_latent_kernel,
-                    signature=given | dict.fromkeys(integers, "i32"),
-                    constexprs=_sizes(size, width) | {"PAIRS": pairs},
-                    num_warps=WARPS,
-                    num_stages=1,
-                    divisible=(*given, *_STRIDES),
-                )
+                item = Shipped.of(
+                    f"{TYPE_NAMES[dtype]}-{pairs}-r{size}-p{width}",
+                    _rope_write_latent_kernel, types,
+                    **_sizes(size, width), PAIRS=pairs, num_warps=WARPS, num_stages=1,
+                )  # fmt: skip
                 yield from with_dependent(item, capability, dtype)
 
 

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from specc.kernels.cuda.launch import is_unfiltered
 from specc.kernels.cuda.row_cut import row_cut_kernel
-from specc.kernels.cuda.row_options import Bounded
 from specc.kernels.cuda.row_parts import NUM_BOUNDS, NUM_FACTS, row_parts_kernel, row_pivots_kernel
 from specc.kernels.cuda.row_scan import NUM_PIVOTS
-from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, with_any_vocab
+from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, Types, with_any_vocab
 from specc.kernels.cuda.tree_expand import DTYPES
 from specc.sampling.rows import Rule
 
@@ -39,8 +38,7 @@ MAX_PARTS, MAX_PROGRAMS = 16, 2048
 MAXIMA = 64
 # bytes that a thread takes at a time, where rows are aligned
 LOAD_BYTES = 16
-WARPS = 8
-MAX_REGISTERS = 128
+_OPTIONS: dict[str, Any] = {"num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
 ROUNDS = 2
 # best, cut, mass
 NUM_STATS = 3
@@ -121,8 +119,7 @@ def row_filters(
         _bits(filtered), _bits(weighed),
     )  # fmt: skip
     constants: dict[str, Any] = {name: sizes[name] for name in ("BR", "W")}
-    constants |= {"IS_TREE": tree is not None, "num_warps": WARPS, "maxnreg": MAX_REGISTERS}
-    constants["enable_fp_fusion"] = False
+    constants |= {"IS_TREE": tree is not None, **_OPTIONS}
     grid = (num_rows * num_parts,)
     row_parts_kernel[grid](
         *rows, facts, maxima, arrived, *numbers_of_rows, BM=sizes["BM"], **constants
@@ -146,52 +143,30 @@ def _bits(rules: Collection[Rule]) -> int:
 
 
 _KERNELS = {
-    "parts": (row_parts_kernel, ("facts", "maxima", "arrived"), ("BM",)),
-    "pivots": (
-        row_pivots_kernel,
-        ("facts", "maxima", "bounds", "numbers", "masses"),
-        ("BM", "BP", "BC"),
-    ),
-    "cut": (
-        row_cut_kernel,
-        ("bounds", "numbers", "masses", "listed", "arrived", "stats"),
-        ("BP", "BC"),
-    ),
+    "parts": (row_parts_kernel, ("BM",)),
+    "pivots": (row_pivots_kernel, ("BM", "BP", "BC")),
+    "cut": (row_cut_kernel, ("BP", "BC")),
 }
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability."""
+    tree: Types = {torch.int32: ("depths", "counts", "parents")}
+    tree |= {torch.int64: ("tokens",)}
+    floats = ("values", "facts", "maxima", "bounds", "masses", "listed", "stats")
+    types = {torch.float32: floats, torch.int64: ("words",)}
+    types |= {torch.int32: ("cache_len", "numbers", "arrived")}
+    absent = dict.fromkeys(name for names in tree.values() for name in names)
     for dtype in DTYPES:
         sizes, odd = (config(1, vocab, dtype) for vocab in (131072, 131071))
-        for name, (kernel, scratch, constants) in _KERNELS.items():
+        for name, (kernel, constants) in _KERNELS.items():
+            of_kernel = ("BR", "W", *constants)
             for is_tree in (True, False):
-                tree = {"depths": "*i32", "counts": "*i32", "tokens": "*i64", "parents": "*i32"}
-                pointers = {
-                    "logits": f"*{TYPE_NAMES[dtype]}", "values": "*fp32",
-                    "words": "*i64", "cache_len": "*i32",
-                    **dict.fromkeys(scratch, "*fp32"),
-                    **dict.fromkeys({"arrived", "numbers"} & set(scratch), "*i32"),
-                    **(tree if is_tree else {}),
-                }  # fmt: skip
-                strides = ("row", "value", "word", "len", "token", "parent")
-                integers = [f"{stride}_stride" for stride in strides]
-                integers += ["vocab", "num_rows", "first_node", "num_parts", "num_blocks"]
-                integers += ["filtered", "weighed", *(["i_round"] if name == "pivots" else [])]
-                constexprs = {key: sizes[key] for key in ("BR", "W", *constants)}
-                item = Bounded(
-                    name=f"{name}-{'tree' if is_tree else 'draft'}-{TYPE_NAMES[dtype]}",
-                    kernel=kernel,
-                    signature={**pointers, **dict.fromkeys(integers, "i32")},
-                    constexprs={
-                        **constexprs,
-                        **({} if is_tree else dict.fromkeys(tree)),
-                        "IS_TREE": is_tree,
-                    },
-                    num_warps=WARPS,
-                    num_stages=3,
-                    max_registers=MAX_REGISTERS,
-                    divisible=(*pointers, "row_stride", "vocab"),
-                )
-                others = {key: odd[key] for key in ("BR", "W", *constants)}
+                item = Shipped.of(
+                    f"{name}-{'tree' if is_tree else 'draft'}-{TYPE_NAMES[dtype]}",
+                    kernel, {dtype: ("logits",)}, types, tree,
+                    **{key: sizes[key] for key in of_kernel}, **({} if is_tree else absent),
+                    IS_TREE=is_tree, **_OPTIONS,
+                )  # fmt: skip
+                others = {key: odd[key] for key in of_kernel}
                 yield from with_any_vocab(item, constexprs={**item.constexprs, **others})

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.sampling import MIN_TEMPERATURE, Unfused
+from specc.kernels.cuda.sampling import MIN_TEMPERATURE
 from specc.sampling.rows import Rule, Value, Word
 
 COUPLED = tl.constexpr(int(Rule.COUPLED))
@@ -27,17 +25,6 @@ TOP_K = tl.constexpr(int(Word.TOP_K))
 RULE = tl.constexpr(int(Word.RULE))
 NUM_PROMPT = tl.constexpr(int(Word.NUM_PROMPT))
 NUM_VALUES, NUM_WORDS = len(Value), len(Word)
-
-
-@dataclass(frozen=True)
-class Bounded(Unfused):
-    """Of at most so many registers a thread: by itself, ptxas spills to fit another program."""
-
-    max_registers: int = 255
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {**super().options, "maxnreg": self.max_registers}
 
 
 @triton.jit

@@ -236,47 +236,15 @@ def _check_integers(operator: str, **tensors: tuple[Tensor, int]) -> None:
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """A few integers."""
-    yield Shipped(
-        name="tree_rows",
-        kernel=tree_rows_kernel,
-        signature={
-            **dict.fromkeys(("cache_len", "nodes", "depths", "slot"), "*i32"),
-            "position": "*i64",
-            **dict.fromkeys(("len_stride", "node_stride", "depth_stride"), "i32"),
-            **dict.fromkeys(("num_nodes", "count"), "i32"),
-        },
-        constexprs={"BLOCK": BLOCK},
-        num_warps=4,
-        num_stages=3,
-        divisible=("cache_len", "nodes", "depths", "slot", "position"),
-    )
+    integers = ("cache_len", "nodes", "depths", "slot")
+    types = {torch.int32: integers, torch.int64: ("position",)}
+    yield Shipped.of("tree_rows", tree_rows_kernel, types, BLOCK=BLOCK)
+    types = {torch.int32: ("path", "cache_len", "slot_of", "source", "length")}
     for width in (1, 8, 64, 1024):
-        item = Shipped(
-            name=f"commit_rows-width{width}",
-            kernel=commit_rows_kernel,
-            signature={
-                **dict.fromkeys(("path", "cache_len", "slot_of", "source", "length"), "*i32"),
-                **dict.fromkeys(("path_stride", "len_stride", "slot_stride", "slot_step"), "i32"),
-                **dict.fromkeys(("num_nodes", "width", "batch"), "i32"),
-            },
-            constexprs=config(width),
-            num_warps=4,
-            num_stages=3,
-            divisible=("path", "cache_len", "slot_of", "source", "length"),
-        )
+        name = f"commit_rows-width{width}"
+        item = Shipped.of(name, commit_rows_kernel, types, **config(width))
         yield from with_dependent(item, capability, None)
-    item = Shipped(
-        name="next_tokens",
-        kernel=next_tokens_kernel,
-        signature={
-            **dict.fromkeys(("last_tokens", "output_tokens", "out"), "*i64"),
-            "num_accepted": "*i32",
-            **dict.fromkeys(("last_stride", "output_stride", "accepted_stride"), "i32"),
-            **dict.fromkeys(("width", "columns", "count"), "i32"),
-        },
-        constexprs={"BLOCK": BLOCK},
-        num_warps=4,
-        num_stages=3,
-        divisible=("last_tokens", "output_tokens", "num_accepted", "out"),
-    )
+    tokens = ("last_tokens", "output_tokens", "out")
+    types = {torch.int64: tokens, torch.int32: ("num_accepted",)}
+    item = Shipped.of("next_tokens", next_tokens_kernel, types, BLOCK=BLOCK)
     yield from with_dependent(item, capability, None)

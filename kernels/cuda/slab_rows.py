@@ -178,24 +178,10 @@ def _check_strides(name: str, **tensors: Tensor) -> None:
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability: loads and stores alone."""
-    del capability
     for dtype in DTYPES:
-        floats = f"*{TYPE_NAMES[dtype]}"
-        for kernel, first, strides in (
-            (_write_rows_kernel, "x", ("stride_x", "stride_sb", "stride_ss")),
-            (_take_rows_kernel, "out", ("stride_sb", "stride_ss")),
-        ):
-            pointers = {first: floats, "slab": floats}
-            pointers |= dict.fromkeys(("q_start", "slots", "block_table"), "*i32")
-            integers = dict.fromkeys((*_NOT_SPECIALIZED, "width", *strides), "i32")
+        for kernel, moved in ((_write_rows_kernel, "x"), (_take_rows_kernel, "out")):
+            types = {dtype: (moved, "slab"), torch.int32: ("q_start", "slots", "block_table")}
             for num_rows in (1, 512):
                 block_t, block_w = config(num_rows, 3 * _COLUMNS)
-                yield Shipped(
-                    f"{'write' if first == 'x' else 'take'}-{TYPE_NAMES[dtype]}-rows{block_t}",
-                    kernel,
-                    {**pointers, **integers},
-                    {"BT": block_t, "BW": block_w, "BB": SEARCH},
-                    _NUM_WARPS,
-                    3,
-                    (*pointers, "width", *strides),
-                )
+                name = f"{'write' if moved == 'x' else 'take'}-{TYPE_NAMES[dtype]}-rows{block_t}"
+                yield Shipped.of(name, kernel, types, BT=block_t, BW=block_w, BB=SEARCH)

@@ -234,26 +234,9 @@ def tree_context(
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: integers alone."""
+    integers = ("parents", "cache_len", "history", "block_table", "depths", "counts")
+    types = {torch.int32: integers, torch.int64: ("words",), torch.float32: ("values",)}
     for block_n in (16, 64, 256, 1024):
-        context = Shipped(
-            name=f"context-nodes{block_n}",
-            kernel=tree_context_kernel,
-            signature={
-                **dict.fromkeys(("parents", "cache_len", "history", "block_table"), "*i32"),
-                **dict.fromkeys(("depths", "counts"), "*i32"),
-                "values": "*fp32", "words": "*i64",
-                **dict.fromkeys(("parent_stride", "len_stride", "value_stride"), "i32"),
-                **dict.fromkeys(("word_stride", "history_stride", "table_stride"), "i32"),
-                **dict.fromkeys(("num_nodes", "max_depth", "vocab", "slice_size"), "i32"),
-                **dict.fromkeys(("num_slices", "num_blocks", "block_size"), "i32"),
-                "table_width": "i32",
-            },
-            constexprs={"BN": block_n, "BV": config(block_n, 131072)["BV"]},
-            num_warps=4,
-            num_stages=3,
-            divisible=(
-                "parents", "cache_len", "history", "block_table", "depths", "counts",
-                "values", "words", "vocab", "slice_size",
-            ),
-        )  # fmt: skip
+        name, block_v = f"context-nodes{block_n}", config(block_n, 131072)["BV"]
+        context = Shipped.of(name, tree_context_kernel, types, BN=block_n, BV=block_v)
         yield from with_any_vocab(context)

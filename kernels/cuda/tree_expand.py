@@ -141,23 +141,21 @@ def tree_expand(logits: Tensor, num_children: int) -> Tensor:
         logits.stride(0),
         vocab,
         num_parts,
-        K=num_children,
-        BK=sizes["BK"],
-        BV=sizes["BV"],
-        MAX_ROUNDS=MAX_ROUNDS,
-        num_warps=sizes["part_warps"],
+        **_sizes(sizes, num_children, "BV", "part_warps"),
     )
     tree_expand_merge_kernel[(num_rows,)](
         keys,
         out,
         num_parts * num_children,
-        K=num_children,
-        BK=sizes["BK"],
-        BC=sizes["BC"],
-        MAX_ROUNDS=MAX_ROUNDS,
-        num_warps=sizes["merge_warps"],
+        **_sizes(sizes, num_children, "BC", "merge_warps"),
     )
     return out
+
+
+def _sizes(sizes: dict[str, int], num_children: int, block: str, warps: str) -> dict[str, int]:
+    """Of one of the launches, what `config` says under these names."""
+    own = {"BK": sizes["BK"], block: sizes[block], "num_warps": sizes[warps]}
+    return own | {"K": num_children, "MAX_ROUNDS": MAX_ROUNDS}
 
 
 def check_logits(logits: Tensor) -> None:
@@ -175,34 +173,18 @@ def check_logits(logits: Tensor) -> None:
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: integers and comparisons alone."""
     for num_children in (1, 2, 3, 4, 6, 8, 10, 16, 32, 64):
-        sizes = config(131072, num_children)
-        constexprs = {"K": num_children, "BK": sizes["BK"], "MAX_ROUNDS": MAX_ROUNDS}
         for dtype in DTYPES:
-            parts = Shipped(
-                name=f"parts-{TYPE_NAMES[dtype]}-k{num_children}",
-                kernel=tree_expand_parts_kernel,
-                signature={
-                    "logits": f"*{TYPE_NAMES[dtype]}",
-                    "keys": "*i64",
-                    "row_stride": "i32",
-                    "vocab": "i32",
-                    "num_parts": "i32",
-                },
-                constexprs={**constexprs, "BV": sizes["BV"]},
-                num_warps=sizes["part_warps"],
-                num_stages=3,
-                divisible=("logits", "keys", "row_stride", "vocab"),
-            )
-            yield from with_any_vocab(parts)
+            yield from with_any_vocab(
+                Shipped.of(
+                    f"parts-{TYPE_NAMES[dtype]}-k{num_children}",
+                    tree_expand_parts_kernel, {dtype: ("logits",), torch.int64: ("keys",)},
+                    **_sizes(config(131072, num_children), num_children, "BV", "part_warps"),
+                )
+            )  # fmt: skip
         # vocabularies of 32k, 128k and 256k leave different numbers of candidates
         for vocab in (32768, 131072, 262144):
-            sizes = config(vocab, num_children)
-            yield Shipped(
-                name=f"merge-v{vocab}-k{num_children}",
-                kernel=tree_expand_merge_kernel,
-                signature={"keys": "*i64", "out": "*i64", "num_candidates": "i32"},
-                constexprs={**constexprs, "BC": sizes["BC"]},
-                num_warps=sizes["merge_warps"],
-                num_stages=3,
-                divisible=("keys", "out"),
-            )
+            yield Shipped.of(
+                f"merge-v{vocab}-k{num_children}",
+                tree_expand_merge_kernel, {torch.int64: ("keys", "out")},
+                **_sizes(config(vocab, num_children), num_children, "BC", "merge_warps"),
+            )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
-from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.shipped import Shipped, Types
 from specc.speculation.tree import MAX_NODES
 
 BLOCK = 1024
@@ -281,47 +281,15 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """A few integers."""
+    types: Types = {torch.int32: ("image", "slots", "out")}
     for num_own, num_nodes in ((8, 15), (64, 127)):
-        sizes = image_config(num_own, num_nodes)
-        num_warps = sizes.pop("num_warps")
-        yield Shipped(
-            name=f"image-slots-{num_own}-in-{num_nodes}",
-            kernel=image_slots_kernel,
-            signature={
-                **dict.fromkeys(("image", "slots", "out"), "*i32"),
-                **dict.fromkeys(("image_stride", "slot_stride", "num_own", "num_nodes"), "i32"),
-            },
-            constexprs=sizes,
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=("image", "slots", "out"),
-        )
+        name = f"image-slots-{num_own}-in-{num_nodes}"
+        yield Shipped.of(name, image_slots_kernel, types, **image_config(num_own, num_nodes))
+    types = {torch.int64: ("tokens", "out"), torch.float32: ("weights",)}
     for num_drafts in (2, 3, 4, 8):
-        sizes = vote_config(num_drafts)
-        num_warps = sizes.pop("num_warps")
-        yield Shipped(
-            name=f"vote-{num_drafts}",
-            kernel=vote_chain_kernel,
-            signature={"tokens": "*i64", "weights": "*fp32", "out": "*i64", "length": "i32"},
-            constexprs=sizes,
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=("tokens", "weights", "out"),
-        )
-    pointers = ("history", "block_table", "cache_len", "num_accepted")
-    tokens = ("last_tokens", "output_tokens")
-    counts = ("num_last", "width", "num_columns", "num_blocks", "block_size", "count")
-    item = Shipped(
-        name="record-tokens",
-        kernel=record_tokens_kernel,
-        signature={
-            **dict.fromkeys(pointers, "*i32"),
-            **dict.fromkeys(tokens, "*i64"),
-            **dict.fromkeys(("table_stride", *counts), "i32"),
-        },
-        constexprs={"BLOCK": BLOCK},
-        num_warps=4,
-        num_stages=3,
-        divisible=(*pointers, *tokens),
-    )
+        name = f"vote-{num_drafts}"
+        yield Shipped.of(name, vote_chain_kernel, types, **vote_config(num_drafts))
+    types = {torch.int32: ("history", "block_table", "cache_len", "num_accepted")}
+    types |= {torch.int64: ("last_tokens", "output_tokens")}
+    item = Shipped.of("record-tokens", record_tokens_kernel, types, BLOCK=BLOCK)
     yield from with_dependent(item, capability, None)

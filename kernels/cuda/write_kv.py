@@ -208,35 +208,19 @@ def check_cache(
 
 
 _SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)
-_STRIDES: tuple[str, ...] = (
-    "stride_kh",
-    "stride_kt",
-    "stride_vh",
-    "stride_vt",
-    "stride_kcb",
-    "stride_kcs",
-)
-_STRIDES += ("stride_kch", "stride_vcb", "stride_vcs", "stride_vch")
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
-    del capability
+    places = ("q_start", "slot", "block_table")
     for dtype in DTYPES:
-        pointers = dict.fromkeys(("k", "v", "k_cache", "v_cache"), f"*{TYPE_NAMES[dtype]}")
-        pointers |= dict.fromkeys(("q_start", "slot", "block_table"), "*i32")
-        integers = (*_NOT_SPECIALIZED, "num_kv_heads", "stride_table", *_STRIDES)
+        types = {dtype: ("k", "v", "k_cache", "v_cache"), torch.int32: places}
         for head_dim in _SHIPPED_HEAD_DIMS:
             padded = triton.next_power_of_2(head_dim)
             for block_t, block_h, num_warps in sorted({config(1, 8), config(512, 8)}):
-                sizes = {"D": head_dim, "DV": head_dim, "BD": padded, "BDV": padded}
-                sizes |= {"BT": block_t, "BH": block_h, "BB": SEARCH}
-                yield Shipped(
+                yield Shipped.of(
                     f"write_kv-{TYPE_NAMES[dtype]}-d{head_dim}-tokens{block_t}",
-                    _write_kv_kernel,
-                    {**pointers, **dict.fromkeys(integers, "i32")},
-                    sizes,
-                    num_warps,
-                    3,
-                    (*pointers, *_STRIDES),
-                )
+                    _write_kv_kernel, types,
+                    D=head_dim, DV=head_dim, BD=padded, BDV=padded,
+                    BT=block_t, BH=block_h, BB=SEARCH, num_warps=num_warps,
+                )  # fmt: skip
