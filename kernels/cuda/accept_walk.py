@@ -20,6 +20,7 @@ from torch import Tensor
 from specc.kernels.cuda.accept_walk_kernels import NUM_STATES, NUM_SUMS, accept_walk_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
+from specc.kernels.cuda.strided_rows import row_strides
 from specc.kernels.cuda.tree_expand import DTYPES
 
 # parts of rows whose keys one load takes
@@ -121,15 +122,8 @@ def accept_walk(
             path,
             num_accepted,
             output_tokens,
-            logits.stride(0),
-            tokens.stride(0),
-            parents.stride(0),
-            0 if image is None else image.stride(0),
-            0 if q_rows is None else q_rows.stride(0),
-            0 if drafts is None else drafts.stride(0),
-            values.stride(0),
-            words.stride(0),
-            cache_len.stride(0),
+            *row_strides(logits, tokens, parents, image, q_rows, drafts),
+            *row_strides(values, words, cache_len),
             vocab,
             num_nodes,
             num_columns,

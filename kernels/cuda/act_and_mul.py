@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -13,29 +13,14 @@ from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check, rows_of
 from specc.kernels.reference.fused import ACTIVATIONS
 
-
-@dataclass(frozen=True)
-class ActAndMulConfig:
-    """Rows and columns of a program, and its warps."""
-
-    block_r: int
-    block_i: int
-    num_warps: int
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Of a launch, as the kernel and Triton call them."""
-        blocks = {"BLOCK_R": self.block_r, "BLOCK_I": self.block_i}
-        return blocks | {"num_warps": self.num_warps, "num_stages": 1}
-
-
 # 8 elements a thread; narrow layers, as of experts, share a program
-_CONFIGS = {
-    block_i: ActAndMulConfig(1024 // block_i, block_i, 4) for block_i in (64, 128, 256, 512, 1024)
+_CONFIGS: dict[int, dict[str, Any]] = {
+    block_i: {"BLOCK_R": 1024 // block_i, "BLOCK_I": block_i, "num_warps": 4, "num_stages": 1}
+    for block_i in (64, 128, 256, 512, 1024)
 }
 
 
-def config(size: int) -> ActAndMulConfig:
+def config(size: int) -> dict[str, Any]:
     """Launch parameters for results of `size` columns, on every device and for every dtype."""
     return _CONFIGS[min(1024, max(64, triton.next_power_of_2(size)))]
 
@@ -64,16 +49,16 @@ def shipped(capability: int) -> Iterator[Shipped]:
         for item in _CONFIGS.values():
             for activation in ACTIVATIONS:
                 yield Shipped.of(
-                    f"{TYPE_NAMES[dtype]}-{activation}-i{item.block_i}",
+                    f"{TYPE_NAMES[dtype]}-{activation}-i{item['BLOCK_I']}",
                     _act_and_mul_kernel, {dtype: ("gate_up", "out")},
-                    ACTIVATION=activation, **item.sizes,
+                    ACTIVATION=activation, **item,
                 )  # fmt: skip
 
 
 def _launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
     size = out.shape[-1]
     rows, item = rows_of(gate_up), config(size)
-    grid = (triton.cdiv(rows.num_rows, item.block_r), triton.cdiv(size, item.block_i))
+    grid = (triton.cdiv(rows.num_rows, item["BLOCK_R"]), triton.cdiv(size, item["BLOCK_I"]))
     _act_and_mul_kernel[grid](
         rows.tensors[0],
         out,
@@ -82,7 +67,7 @@ def _launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
         size,
         *rows.strides[0],
         ACTIVATION=activation,
-        **item.sizes,
+        **item,
     )
 
 

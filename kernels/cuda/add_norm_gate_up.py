@@ -17,9 +17,15 @@ from specc.kernels.cuda.dependent import (
     let_next_start,
     with_dependent,
 )
-from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
+from specc.kernels.cuda.few_rows import (
+    BLOCK_TOTAL,
+    check_product,
+    in_rows,
+    normed_options,
+    tile_for,
+)
 from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
-from specc.kernels.cuda.few_rows_tiles import TILES, Tile
+from specc.kernels.cuda.few_rows_tiles import TILES
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
@@ -56,56 +62,29 @@ def add_norm_gate_up(
         return act_and_mul(functional.linear(normed, weight), activation), total
     out, total = x.new_empty(*x.shape[:-1], weight.shape[0] // 2), x.new_empty(x.shape)
     if x.numel():
-        _launch(*operands, activation, out, total, tile)
+        x, size = in_rows(x), weight.shape[0] // 2
+        _add_norm_gate_up_kernel[(triton.cdiv(size, tile.block_n),)](
+            x, in_rows(residual), gamma, weight, out, total,
+            x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
+            ACTIVATION=activation,
+            BT=BLOCK_TOTAL,
+            **normed_options(tile, x.dtype, gamma.dtype),
+            **launch_options(x.dtype, tile.starts_early),
+        )  # fmt: skip
     return out, total
-
-
-def _launch(
-    x: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    activation: str,
-    out: Tensor,
-    total: Tensor,
-    tile: Tile,
-) -> None:
-    x, residual = in_rows(x), in_rows(residual)
-    size = weight.shape[0] // 2
-    _add_norm_gate_up_kernel[(triton.cdiv(size, tile.block_n),)](
-        x, residual, gamma, weight, out, total,
-        x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
-        ACTIVATION=activation,
-        **tile.sizes,
-        BT=BLOCK_TOTAL,
-        COPIES=tile.copies(gamma.dtype),
-        PRECISION=precision(x.dtype),
-        **launch_options(x.dtype, tile.starts_early),
-        **tile.options,
-    )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile and activation."""
-    given = ("x", "residual", "gamma", "weight", "out", "total")
+    rows = ("x", "residual", "gamma", "weight", "out", "total")
     for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
         for tile in TILES[dtype]:
             for activation in ACTIVATIONS:
-                item = Shipped(
-                    name=f"{pointer[1:]}-{activation}-{tile.name}",
-                    kernel=_add_norm_gate_up_kernel,
-                    signature=dict.fromkeys(given, pointer)
-                    | dict.fromkeys(("num_rows", "size", "K"), "i32")
-                    | {"eps": "fp32", "offset": "fp32"},
-                    constexprs={"ACTIVATION": activation, "PRECISION": precision(dtype)}
-                    | tile.sizes
-                    | {"BT": BLOCK_TOTAL, "COPIES": tile.copies(dtype)},
-                    **tile.options,
-                    divisible=(*given, "size", "K"),
-                )
+                item = Shipped.of(
+                    f"{TYPE_NAMES[dtype]}-{activation}-{tile.name}",
+                    _add_norm_gate_up_kernel, {dtype: rows, float: ("eps", "offset")},
+                    ACTIVATION=activation, BT=BLOCK_TOTAL, **normed_options(tile, dtype, dtype),
+                )  # fmt: skip
                 yield from with_dependent(item, capability, dtype)
 
 

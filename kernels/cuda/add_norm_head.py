@@ -19,14 +19,19 @@ from specc.kernels.cuda.dependent import (
     ask_and_wait,
     launch_options,
     let_next_start,
-    with_dependent,
 )
-from specc.kernels.cuda.few_rows import check_product, in_rows, precision, tile_for
+from specc.kernels.cuda.few_rows import (
+    check_product,
+    in_rows,
+    normed_options,
+    shipped_normed,
+    tile_for,
+)
 from specc.kernels.cuda.few_rows_loops import looked_up, normed_pair
 from specc.kernels.cuda.few_rows_tiles import TILES
 from specc.kernels.cuda.rms_norm import add_rms_norm
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.kernels.cuda.strided_rows import FLOATS, check
+from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.strided_rows import check
 
 NAME = "add_norm_head"
 
@@ -62,38 +67,16 @@ def add_norm_head(
         _add_norm_head_kernel[(triton.cdiv(size, 2 * tile.block_n),)](
             x, residual, gamma, weight, bias, rows, out,
             rows.shape[0], x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
-            **tile.sizes,
-            COPIES=tile.copies(gamma.dtype),
-            PRECISION=precision(x.dtype),
+            **normed_options(tile, x.dtype, gamma.dtype),
             **launch_options(x.dtype, tile.starts_early),
-            **tile.options,
         )  # fmt: skip
     return out
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile, with and without a bias."""
-    for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
-        for tile in TILES[dtype]:
-            for has_bias in (False, True):
-                biases = ("bias",) if has_bias else ()
-                given = ("x", "residual", "gamma", "weight", "out", *biases)
-                item = Shipped(
-                    name=f"{pointer[1:]}-{tile.name}{'-bias' if has_bias else ''}",
-                    kernel=_add_norm_head_kernel,
-                    signature=dict.fromkeys(given, pointer)
-                    | {"rows": "*i64"}
-                    | dict.fromkeys(("num_rows", "num_tokens", "size", "K"), "i32")
-                    | {"eps": "fp32", "offset": "fp32"},
-                    constexprs=({} if has_bias else {"bias": None})
-                    | tile.sizes
-                    | {"COPIES": tile.copies(dtype)}
-                    | {"PRECISION": precision(dtype)},
-                    **tile.options,
-                    divisible=(*given, "rows", "K"),
-                )
-                yield from with_dependent(item, capability, dtype)
+    types = {torch.int64: ("rows",)}
+    return shipped_normed(_add_norm_head_kernel, capability, TILES, ("residual",), types)
 
 
 # vocabularies are odd as often as not, and columns of the result are stored one by one anyway

@@ -14,14 +14,19 @@ from specc.kernels.cuda.dependent import (
     ask_and_wait,
     launch_options,
     let_next_start,
-    with_dependent,
 )
-from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
+from specc.kernels.cuda.few_rows import (
+    BLOCK_TOTAL,
+    check_product,
+    in_rows,
+    normed_options,
+    shipped_normed,
+    tile_for,
+)
 from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
-from specc.kernels.cuda.few_rows_tiles import TILES, Tile
+from specc.kernels.cuda.few_rows_tiles import TILES
 from specc.kernels.cuda.rms_norm import add_rms_norm
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.kernels.cuda.strided_rows import FLOATS
+from specc.kernels.cuda.shipped import Shipped
 
 NAME = "add_norm_linear"
 
@@ -47,58 +52,21 @@ def add_norm_linear(
         return functional.linear(normed, weight, bias), total
     out, total = x.new_empty(*x.shape[:-1], weight.shape[0]), x.new_empty(x.shape)
     if x.numel():
-        _launch(*operands, bias, out, total, tile)
+        x, size = in_rows(x), weight.shape[0]
+        _add_norm_linear_kernel[(triton.cdiv(size, 2 * tile.block_n),)](
+            x, in_rows(residual), gamma, weight, bias, out, total,
+            x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
+            BT=BLOCK_TOTAL,
+            **normed_options(tile, x.dtype, gamma.dtype),
+            **launch_options(x.dtype, tile.starts_early),
+        )  # fmt: skip
     return out, total
-
-
-def _launch(
-    x: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    total: Tensor,
-    tile: Tile,
-) -> None:
-    x, residual = in_rows(x), in_rows(residual)
-    size = weight.shape[0]
-    _add_norm_linear_kernel[(triton.cdiv(size, 2 * tile.block_n),)](
-        x, residual, gamma, weight, bias, out, total,
-        x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
-        **tile.sizes,
-        BT=BLOCK_TOTAL,
-        COPIES=tile.copies(gamma.dtype),
-        PRECISION=precision(x.dtype),
-        **launch_options(x.dtype, tile.starts_early),
-        **tile.options,
-    )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile, with and without a bias."""
-    for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
-        for tile in TILES[dtype]:
-            for has_bias in (False, True):
-                biases = ("bias",) if has_bias else ()
-                given = ("x", "residual", "gamma", "weight", "out", "total", *biases)
-                item = Shipped(
-                    name=f"{pointer[1:]}-{tile.name}{'-bias' if has_bias else ''}",
-                    kernel=_add_norm_linear_kernel,
-                    signature=dict.fromkeys(given, pointer)
-                    | dict.fromkeys(("num_rows", "size", "K"), "i32")
-                    | {"eps": "fp32", "offset": "fp32"},
-                    constexprs=({} if has_bias else {"bias": None})
-                    | tile.sizes
-                    | {"BT": BLOCK_TOTAL, "COPIES": tile.copies(dtype)}
-                    | {"PRECISION": precision(dtype)},
-                    **tile.options,
-                    divisible=(*given, "size", "K"),
-                )
-                yield from with_dependent(item, capability, dtype)
+    rows = ("residual", "total")
+    return shipped_normed(_add_norm_linear_kernel, capability, TILES, rows, {}, BT=BLOCK_TOTAL)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

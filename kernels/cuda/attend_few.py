@@ -23,7 +23,6 @@ from specc.kernels.cuda.attend_config import TritonOptions
 from specc.kernels.cuda.attend_few_kernels import attend_few_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.kernels.reference.kv_rows import columns_of
 
 # after `attend_wide`, which takes 17 rows or more of heads of 128: rows of a sequence, with those
 # that fill up a token's to a power of two
@@ -89,26 +88,22 @@ def row_bits(group: int) -> int:
     return (group - 1).bit_length()
 
 
-def find(
-    q: Tensor, v_cache: Tensor, block_table: Tensor, window: int, capability: int
-) -> FewConfig | None:
-    """Launch parameters for a call of `attend`, if it is one of those that this is for."""
-    num_heads, num_tokens, head_dim = q.shape
-    num_seqs, num_pages = block_table.shape
-    rows = num_tokens << row_bits(num_heads // v_cache.shape[2])
+def find(call: AttendCall, capability: int) -> FewConfig | None:
+    """Launch parameters for a call, if it is one of those that this is for."""
+    rows = call.num_tokens << row_bits(call.group)
     suits = (
-        num_seqs == 1
+        call.num_seqs == 1
         and rows <= MOST_ROWS
-        and window == 0
-        and q.dtype in DTYPES
-        and head_dim == columns_of(v_cache)
-        and head_dim in HEAD_DIMS
+        and call.window == 0
+        and call.q.dtype in DTYPES
+        and call.head_dim == call.value_dim
+        and call.head_dim in HEAD_DIMS
         and capability // 10 * 10 in CAPABILITIES
     )
     if not suits:
         return None
-    c = config(head_dim, rows, holds_quantized(v_cache.dtype))
-    return c if are_pages_whole(num_pages, v_cache.shape[1], c.block_n) else None
+    c = config(call.head_dim, rows, holds_quantized(call.v_cache.dtype))
+    return c if are_pages_whole(call.num_pages, call.block_size, c.block_n) else None
 
 
 def launch(c: FewConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:

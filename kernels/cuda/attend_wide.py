@@ -22,7 +22,6 @@ from specc.kernels.cuda.attend_call import (
 from specc.kernels.cuda.attend_config import SHORT_ROWS
 from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel
 from specc.kernels.cuda.attend_wide_merge import merge_wide_kernel
-from specc.kernels.cuda.launch import is_even
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # rows of a tile: of one group of warps that multiplies, or of two
@@ -83,37 +82,29 @@ def _is_able() -> bool:
     return not dependent.INTERPRETED
 
 
-def find(
-    q: Tensor, v_cache: Tensor, block_table: Tensor, window: int, capability: int
-) -> WideConfig | None:
-    """Launch parameters for a call of `attend`, if it is one of those that this is for."""
-    num_heads, num_tokens, head_dim = q.shape
-    num_seqs, num_pages = block_table.shape
-    group = num_heads // v_cache.shape[2]
+def find(call: AttendCall, capability: int) -> WideConfig | None:
+    """Launch parameters for a call, if it is one of those that this is for."""
     # all sequences have a tile each
-    is_one_tile = num_seqs == 1 or (is_even() and num_tokens % num_seqs == 0)
-    rows = triton.cdiv(num_tokens, num_seqs) * group
+    is_one_tile = call.num_seqs == 1 or call.tokens_each > 0
     suits = (
         _is_able()
         and is_one_tile
-        and LEAST_ROWS <= rows <= TILE_ROWS[-1]
-        and window == 0
+        and LEAST_ROWS <= call.mean_rows <= TILE_ROWS[-1]
+        and call.window == 0
         # keys go from memory to the products as they are
-        and q.dtype == v_cache.dtype
-        and q.dtype in DTYPES
-        and head_dim == v_cache.shape[3]
-        and head_dim in HEAD_DIMS
+        and call.q.dtype == call.v_cache.dtype
+        and call.q.dtype in DTYPES
+        and call.head_dim == call.value_dim
+        and call.head_dim in HEAD_DIMS
         and capability in CAPABILITIES
     )
-    is_small = num_pages * v_cache.shape[1] <= FEW_KEYS
-    if not suits or (
-        is_small and attend_few.find(q, v_cache, block_table, window, capability) is not None
-    ):
+    is_small = call.capacity <= FEW_KEYS
+    if not suits or (is_small and attend_few.find(call, capability) is not None):
         return None
-    c = _TABLE[next(height for height in TILE_ROWS if height >= rows)]
-    if num_seqs * v_cache.shape[2] * c.block_m > MOST_PART_ROWS:
+    c = _TABLE[next(height for height in TILE_ROWS if height >= call.mean_rows)]
+    if call.num_seqs * call.num_kv_heads * c.block_m > MOST_PART_ROWS:
         return None
-    return c if are_pages_whole(num_pages, v_cache.shape[1], c.block_n) else None
+    return c if are_pages_whole(call.num_pages, call.block_size, c.block_n) else None
 
 
 def splits_of(num_tiles: int, num_seqs: int, num_sms: int, capacity: int) -> int:

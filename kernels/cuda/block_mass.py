@@ -18,6 +18,7 @@ from torch import Tensor
 from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.kv_quantized import check_words, in_words, load_scales, values_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, Types
+from specc.kernels.cuda.strided_rows import check, check_dense
 from specc.kernels.operators.block_mass import MOST_VOTERS
 from specc.kernels.reference.kv_rows import columns_of
 
@@ -264,35 +265,27 @@ def _options(dtype: torch.dtype, is_quantized: bool) -> dict[str, int]:
 
 def _check(q: Tensor, k_cache: Tensor, mass: Tensor, num_seqs: int, num_pages: int) -> None:
     """Refuse what the kernel would misread."""
-    head_dim, num_kv_heads = q.shape[2], k_cache.shape[2]
+    head_dim, num_kv_heads, columns = q.shape[2], k_cache.shape[2], columns_of(k_cache)
     is_known = k_cache.dtype == q.dtype or holds_quantized(k_cache.dtype)
-    if q.dtype not in DTYPES or not is_known or mass.dtype != torch.float32:
-        raise ValueError(
-            f"block_mass: found {q.dtype}, {k_cache.dtype} and mass {mass.dtype}; needed one of"
-            f" {', '.join(map(str, DTYPES))} twice, or quantized keys, and torch.float32"
-        )
-    columns = columns_of(k_cache)
-    if not 0 < head_dim <= most_head_dim(q.dtype) or columns != head_dim:
-        raise ValueError(
-            f"block_mass: found head sizes {head_dim} and {columns} in {q.dtype}; needed"
-            f" one size of 1 to {most_head_dim(q.dtype)}"
-        )
-    if q.shape[0] % num_kv_heads:
-        raise ValueError(
-            f"block_mass: found {q.shape[0]} heads and {num_kv_heads} KV heads; needed a multiple"
-        )
-    if mass.shape[0] < num_seqs or mass.shape[1] < num_pages:
-        raise ValueError(
-            f"block_mass: found {mass.shape[0]} rows and {mass.shape[1]} columns of mass; needed"
-            f" {num_seqs} and {num_pages}, those of the block table"
-        )
-    check_words("block_mass", {"k_cache": k_cache})
-    for label, tensor in {"q": q, "k_cache": k_cache, "mass": mass}.items():
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(
-                f"block_mass: found strides {tensor.stride()} of {label};"
-                " needed 1 in the last dimension"
-            )
+    name, most = "block_mass", most_head_dim(q.dtype)
+    check(
+        q.dtype in DTYPES and is_known and mass.dtype == torch.float32,
+        name,
+        f"{q.dtype}, {k_cache.dtype} and mass {mass.dtype}",
+        f"one of {', '.join(map(str, DTYPES))} twice, or quantized keys, and torch.float32",
+    )
+    found = f"head sizes {head_dim} and {columns} in {q.dtype}"
+    check(0 < head_dim == columns <= most, name, found, f"one size of 1 to {most}")
+    found = f"{q.shape[0]} heads and {num_kv_heads} KV heads"
+    check(q.shape[0] % num_kv_heads == 0, name, found, "a multiple")
+    check(
+        mass.shape[0] >= num_seqs and mass.shape[1] >= num_pages,
+        name,
+        f"{mass.shape[0]} rows and {mass.shape[1]} columns of mass",
+        f"{num_seqs} and {num_pages}, those of the block table",
+    )
+    check_words(name, {"k_cache": k_cache})
+    check_dense(name, q=q, k_cache=k_cache, mass=mass)
 
 
 _SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specc.kernels.cuda.child_keys_kernels import draft_merge_kernel, draft_parts_kernel
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
+from specc.kernels.cuda.strided_rows import row_strides
 from specc.kernels.cuda.tree_expand import DTYPES, MAX_ROUNDS
 
 
@@ -70,11 +71,7 @@ def best_children(
         stats,
         keys,
         sums,
-        logits.stride(0),
-        cache_len.stride(0),
-        columns.stride(0),
-        values.stride(0),
-        words.stride(0),
+        *row_strides(logits, cache_len, columns, values, words),
         vocab,
         frontier,
         num_parts,
@@ -92,10 +89,7 @@ def best_children(
         sums,
         tokens,
         scores if scored else None,
-        logits.stride(0),
-        cache_len.stride(0),
-        values.stride(0),
-        words.stride(0),
+        *row_strides(logits, cache_len, values, words),
         vocab,
         frontier,
         num_parts,

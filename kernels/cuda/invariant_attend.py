@@ -31,6 +31,7 @@ from specc.kernels.cuda.invariant_attend_kernels import (
     invariant_attend_kernel,
 )
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.strided_rows import check
 from specc.kernels.operators.attention import SPLIT_ROWS
 
 # rows of a tile: those of the first operand of an instruction
@@ -66,32 +67,9 @@ def config(dtype: torch.dtype, head_dim: int) -> InvariantConfig:
     return InvariantConfig(32, 8, 5)
 
 
-def invariant_attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_start: Tensor,
-    position: Tensor,
-    slot: Tensor,
-    cache_len: Tensor,
-    ancestors: Tensor | None,
-    block_table: Tensor,
-    sink_logits: Tensor | None = None,
-    slopes: Tensor | None = None,
-    *,
-    scale: float,
-    window: int = 0,
-    sink: int = 0,
-    softcap: float = 0.0,
-    rounds_bias: bool = False,
-    chunk: int = 0,
-) -> Tensor:
+def invariant_attend(*tensors: Tensor | None, **options: Any) -> Tensor:
     """As `attend_reference`; ancestors have to be those of a tree."""
-    call = AttendCall(
-        q, k_cache, v_cache, v_cache.shape[3], q_start, position, slot, cache_len, ancestors,
-        block_table, scale, window, sink, None, sink_logits, softcap, slopes, rounds_bias, chunk,
-    )  # fmt: skip
-    return run(call)
+    return run(AttendCall.of(*tensors, **options))
 
 
 def run(call: AttendCall, is_split: bool | None = None) -> Tensor:
@@ -100,6 +78,8 @@ def run(call: AttendCall, is_split: bool | None = None) -> Tensor:
     None: where there is room for their parts. The result is the same to the last bit.
     """
     check_heads(call)
+    is_plain = call.k_cache.dtype == call.q.dtype
+    check(is_plain, "invariant_attend", f"k_cache {call.k_cache.dtype}", f"{call.q.dtype}")
     out = call.q.new_empty(call.num_tokens, call.num_heads, call.value_dim)
     if call.num_tokens == 0 or call.num_seqs == 0:
         return out.zero_().transpose(0, 1)
@@ -121,12 +101,11 @@ def _split_start(split: int) -> int:
 
 
 def _launch(call: AttendCall, out: Tensor, is_split: bool | None) -> None:
-    tokens = max(1, BLOCK_M // call.group)
-    if call.tokens_each:
-        tiles = call.num_seqs * triton.cdiv(call.tokens_each, tokens)
-    else:
-        tiles = call.num_tokens // tokens + call.num_seqs
-    units = tiles * call.num_kv_heads * triton.cdiv(call.group, BLOCK_M)
+    rows = (call.tokens_each or call.num_tokens) * call.group
+    tiles = call.num_seqs * triton.cdiv(rows, BLOCK_M)
+    if not call.tokens_each:
+        tiles = rows // BLOCK_M + call.num_seqs
+    units = tiles * call.num_kv_heads
     splits = splits_of(call.capacity)
     if is_split is None:
         is_split = splits > 1 and units * splits * BLOCK_M <= SPLIT_ROWS
@@ -134,9 +113,6 @@ def _launch(call: AttendCall, out: Tensor, is_split: bool | None) -> None:
     partial = call.q.new_empty(num_parts, BLOCK_M, call.value_dim, dtype=torch.float32)
     sums = call.q.new_empty(num_parts, 2, BLOCK_M, dtype=torch.float32)
     arrived = counters(call.k_cache, units) if is_split else call.q.new_empty(0, dtype=torch.int32)
-    beside: dict[str, Any] = dict(call.beside)
-    if call.slopes is not None:
-        beside |= {"slopes": call.slopes, "ROUNDS": call.rounds_bias}
     invariant_attend_kernel[(units, splits if is_split else 1)](
         call.q, call.k_cache, call.v_cache, out, partial, sums, arrived,
         *call.places[:4],
@@ -144,21 +120,21 @@ def _launch(call: AttendCall, out: Tensor, is_split: bool | None) -> None:
         call.position if call.ancestors is None else call.ancestors,
         *call.places[5:], call.window or NO_WINDOW.value, call.sink,
         call.num_tokens, call.num_seqs, call.num_heads, call.group, *call.sizes,
-        tokens, splits if is_split else 0,
+        splits if is_split else 0,
         *call.strides, call.block_table.stride(0), call.stride_words,
         **_sizes(call.q.dtype, call.head_dim, call.value_dim),
-        **{"ROUNDS": False, "CHUNK": call.chunk} | beside,
-        **config(call.q.dtype, max(call.head_dim, call.value_dim)).options,
+        **call.all_beside,
     )  # fmt: skip
 
 
-def _sizes(dtype: torch.dtype, head_dim: int, value_dim: int) -> dict[str, int]:
+def _sizes(dtype: torch.dtype, head_dim: int, value_dim: int) -> dict[str, Any]:
     columns = padded(head_dim)
     c = config(dtype, max(head_dim, value_dim))
     return {
         "D": head_dim, "DV": value_dim, "BD": columns, "BDV": padded(value_dim),
         "BM": BLOCK_M, "BN": c.block_n,
         "BC": min(32, columns) if dtype == torch.float32 else columns, "BB": SEARCH,
+        **c.options,
     }  # fmt: skip
 
 
@@ -169,5 +145,5 @@ def shipped(capability: int) -> Iterator[Shipped]:
             yield Shipped.of(
                 f"{TYPE_NAMES[dtype]}-d{head_dim}",
                 invariant_attend_kernel, {dtype: (*ROWS, "out")}, types_of(),
-                **_sizes(dtype, head_dim, head_dim), **config(dtype, head_dim).options,
+                **_sizes(dtype, head_dim, head_dim),
             )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.strided_rows import check
 from specc.kernels.cuda.trees import check_history, token_places
 from specc.speculation.tree import MAX_NODES
 
@@ -153,11 +154,9 @@ def lookup(
     num_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     check_history("lookup", history, block_table, cache_len, last_tokens)
-    if ngram < 1 or not 1 <= num_tokens < MAX_NODES:
-        raise ValueError(
-            f"lookup: found an ngram of {ngram} and {num_tokens} tokens; needed 1 or more, and"
-            f" 1 … {MAX_NODES - 1}"
-        )
+    is_right = ngram >= 1 and 1 <= num_tokens < MAX_NODES
+    found = f"an ngram of {ngram} and {num_tokens} tokens"
+    check(is_right, "lookup", found, f"1 or more, and 1 … {MAX_NODES - 1}")
     batch, device = len(cache_len), history.device
     num_blocks, block_size = history.shape
     num_columns = block_table.shape[1]

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.shipped import Shipped, Types
+from specc.kernels.cuda.strided_rows import check, check_tensors, row_strides, said
 from specc.kernels.cuda.tree_expand import NO_KEY, order_key
 from specc.speculation.tree import MAX_NODES, WORD_BITS
 
@@ -178,12 +179,10 @@ def merge_trees(
     tokens: Tensor, parents: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_trees("merge_trees", tokens, parents, MAX_NODES)
-    if start.dim() != 1 or start.dtype != torch.int32 or not 2 <= len(start) <= tokens.shape[1] + 1:
-        raise ValueError(
-            f"merge_trees: found start {list(start.shape)} of {start.dtype};"
-            f" needed [S + 1] of int32, 1 to {tokens.shape[1]} trees"
-        )
     batch, total = tokens.shape
+    is_right = start.dim() == 1 and start.dtype == torch.int32 and 2 <= len(start) <= total + 1
+    needed = f"[S + 1] of torch.int32, 1 to {total} trees"
+    check(is_right, "merge_trees", said("start", start), needed)
     num_trees = len(start) - 1
     num_nodes = 1 + total - num_trees
     out_tokens = torch.empty(batch, num_nodes, dtype=torch.int64, device=tokens.device)
@@ -200,9 +199,7 @@ def merge_trees(
             out_parents,
             image,
             count,
-            tokens.stride(0),
-            parents.stride(0),
-            start.stride(0),
+            *row_strides(tokens, parents, start),
             num_nodes,
             T=total,
             S=num_trees,
@@ -216,16 +213,10 @@ def rerank_tree(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_trees("rerank_tree", tokens, parents, MAX_CANDIDATES)
     batch, num_candidates = tokens.shape
-    if scores.shape != tokens.shape or scores.dtype != torch.float32 or not _is_dense(scores):
-        raise ValueError(
-            f"rerank_tree: found scores {list(scores.shape)} of {scores.dtype}, strides"
-            f" {scores.stride()}; needed {list(tokens.shape)} of float32, rows of one piece"
-        )
-    if not 1 <= num_nodes <= min(num_candidates, MAX_NODES):
-        raise ValueError(
-            f"rerank_tree: found {num_nodes} nodes of {num_candidates} candidates;"
-            f" needed 1 … {min(num_candidates, MAX_NODES)}"
-        )
+    check_tensors("rerank_tree", torch.float32, tokens.shape, scores=scores)
+    found = f"{num_nodes} nodes of {num_candidates} candidates"
+    most = min(num_candidates, MAX_NODES)
+    check(1 <= num_nodes <= most, "rerank_tree", found, f"1 … {most}")
     out_tokens = torch.empty(batch, num_nodes, dtype=torch.int64, device=tokens.device)
     out_parents = torch.empty(batch, num_nodes, dtype=torch.int32, device=tokens.device)
     kept = torch.empty(batch, num_nodes, dtype=torch.int32, device=tokens.device)
@@ -237,9 +228,7 @@ def rerank_tree(
             out_tokens,
             out_parents,
             kept,
-            tokens.stride(0),
-            parents.stride(0),
-            scores.stride(0),
+            *row_strides(tokens, parents, scores),
             num_candidates,
             N=num_nodes,
             **rerank_config(num_candidates),
@@ -248,14 +237,9 @@ def rerank_tree(
 
 
 def ancestor_words(parents: Tensor) -> tuple[Tensor, Tensor]:
-    if parents.dim() != 2 or parents.dtype != torch.int32 or not _is_dense(parents):
-        raise ValueError(
-            f"ancestor_words: found parents {list(parents.shape)} of {parents.dtype}, strides"
-            f" {parents.stride()}; needed [B, N] of int32, rows of one piece"
-        )
+    check_tensors("ancestor_words", torch.int32, ("B", "N"), parents=parents)
     batch, num_nodes = parents.shape
-    if not 1 <= num_nodes <= MAX_NODES:
-        raise ValueError(f"ancestor_words: found {num_nodes} nodes; needed 1 … {MAX_NODES}")
+    check_nodes("ancestor_words", num_nodes)
     num_words = triton.cdiv(num_nodes, WORD_BITS)
     words = torch.empty(batch * num_nodes, num_words, dtype=torch.int64, device=parents.device)
     depths = torch.empty(batch * num_nodes, dtype=torch.int32, device=parents.device)
@@ -267,21 +251,15 @@ def ancestor_words(parents: Tensor) -> tuple[Tensor, Tensor]:
     return words, depths
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.dim() == 2 and (tensor.shape[1] == 1 or tensor.stride(1) == 1)
+def check_nodes(operator: str, num_nodes: int, most: int = MAX_NODES) -> None:
+    """Refuse more nodes than a tree has."""
+    check(1 <= num_nodes <= most, operator, f"{num_nodes} nodes", f"1 … {most}")
 
 
 def _check_trees(operator: str, tokens: Tensor, parents: Tensor, most: int) -> None:
-    is_dense = _is_dense(tokens) and _is_dense(parents)
-    dtypes = (tokens.dtype, parents.dtype)
-    if not is_dense or tokens.shape != parents.shape or dtypes != (torch.int64, torch.int32):
-        raise ValueError(
-            f"{operator}: found tokens {list(tokens.shape)} of {tokens.dtype}, parents"
-            f" {list(parents.shape)} of {parents.dtype}, strides {tokens.stride()},"
-            f" {parents.stride()}; needed [B, N] of int64 and int32, rows of one piece"
-        )
-    if not 1 <= tokens.shape[1] <= most:
-        raise ValueError(f"{operator}: found {tokens.shape[1]} nodes; needed 1 … {most}")
+    check_tensors(operator, torch.int64, ("B", "N"), tokens=tokens)
+    check_tensors(operator, torch.int32, tokens.shape, parents=parents)
+    check_nodes(operator, tokens.shape[1], most)
 
 
 def shipped(capability: int) -> Iterator[Shipped]:

@@ -26,6 +26,7 @@ from specc.kernels.cuda.row_options import (
 )
 from specc.kernels.cuda.sampling import LANES
 from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, with_any_vocab
+from specc.kernels.cuda.strided_rows import row_strides
 from specc.kernels.cuda.tree_context import has_penalty, scores_at
 from specc.kernels.cuda.tree_expand import DTYPES, NO_KEY, order_key
 
@@ -195,12 +196,7 @@ def node_best(
         tokens,
         parents,
         best,
-        logits.stride(0),
-        values.stride(0),
-        words.stride(0),
-        cache_len.stride(0),
-        tokens.stride(0),
-        parents.stride(0),
+        *row_strides(logits, values, words, cache_len, tokens, parents),
         vocab,
         num_rows // len(tokens),
         first_node,

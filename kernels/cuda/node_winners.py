@@ -18,6 +18,7 @@ from specc.kernels.cuda.node_best import node_best
 from specc.kernels.cuda.row_filters import row_filters
 from specc.kernels.cuda.row_options import check_options
 from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.strided_rows import check
 from specc.kernels.cuda.tree_context import tree_context
 from specc.kernels.cuda.tree_expand import NO_KEY, token_of
 from specc.sampling.rows import Rule
@@ -53,11 +54,12 @@ def node_winners(
     check_history("node_winners", batch, history, block_table)
     num_rows, vocab = logits.shape
     size = num_rows // max(batch, 1)
-    if size * batch != num_rows or not 0 <= first_node <= num_nodes - size:
-        raise ValueError(
-            f"node_winners: found {num_rows} rows of logits from node {first_node} on; needed"
-            f" B * T of {batch} trees of {num_nodes} nodes"
-        )
+    check(
+        size * batch == num_rows and 0 <= first_node <= num_nodes - size,
+        "node_winners",
+        f"{num_rows} rows of logits from node {first_node} on",
+        f"B * T of {batch} trees of {num_nodes} nodes",
+    )
     if num_rows == 0:
         return tokens.new_empty(0)
     rows = (values, words, cache_len)

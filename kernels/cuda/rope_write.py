@@ -290,24 +290,24 @@ def _blocks(block_t: int, block_h: int, num_warps: int) -> dict[str, int]:
 
 def _check_rotation(operator: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     num_tokens, head_dim = q.shape[1:]
-    if k.shape[1:] != q.shape[1:] or q.dtype not in DTYPES:
-        raise ValueError(
-            f"{operator}: found q {q.dtype} {tuple(q.shape)} and k {tuple(k.shape)};"
-            f" needed [H, Nt, D] and [HK, Nt, D] of {', '.join(map(str, DTYPES))}"
-        )
-    size = cos.shape[-1]
-    is_valid = cos.shape == sin.shape == (num_tokens, size) and 0 < size <= head_dim
-    if not is_valid or size % 2:
-        raise ValueError(
-            f"{operator}: found cos {tuple(cos.shape)} and sin {tuple(sin.shape)};"
-            f" needed [{num_tokens}, R], R even and at most {head_dim}"
-        )
+    size, dtypes = cos.shape[-1], ", ".join(map(str, DTYPES))
+    check(
+        k.shape[1:] == q.shape[1:] and q.dtype in DTYPES,
+        operator,
+        f"q {q.dtype} {tuple(q.shape)} and k {tuple(k.shape)}",
+        f"[H, Nt, D] and [HK, Nt, D] of {dtypes}",
+    )
+    is_right = cos.shape == sin.shape == (num_tokens, size) and 0 < size <= head_dim
+    check(
+        is_right and size % 2 == 0,
+        operator,
+        f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)}",
+        f"[{num_tokens}, R], R even and at most {head_dim}",
+    )
     for label, tensor in {"q": q, "cos": cos, "sin": sin}.items():
-        if tensor.dtype not in DTYPES or tensor.stride(-1) != 1:
-            raise ValueError(
-                f"{operator}: found {label} {tensor.dtype} of strides {tensor.stride()};"
-                f" needed {', '.join(map(str, DTYPES))}, and 1 in the last dimension"
-            )
+        is_right = tensor.dtype in DTYPES and tensor.stride(-1) == 1
+        found = f"{label} {tensor.dtype} of strides {tensor.stride()}"
+        check(is_right, operator, found, f"{dtypes}, and 1 in the last dimension")
 
 
 # (head size, rotated elements): whole heads, and the partial rotation of a quarter and a half

@@ -23,10 +23,11 @@ import triton
 from torch import Tensor
 
 from specc.kernels.cuda.launch import is_unfiltered
-from specc.kernels.cuda.row_cut import row_cut_kernel
-from specc.kernels.cuda.row_parts import NUM_BOUNDS, NUM_FACTS, row_parts_kernel, row_pivots_kernel
+from specc.kernels.cuda.row_cut import row_filters_kernel
+from specc.kernels.cuda.row_parts import NUM_BOUNDS, NUM_FACTS
 from specc.kernels.cuda.row_scan import NUM_PIVOTS
 from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, Types, with_any_vocab
+from specc.kernels.cuda.strided_rows import row_strides
 from specc.kernels.cuda.tree_expand import DTYPES
 from specc.sampling.rows import Rule
 
@@ -112,29 +113,23 @@ def row_filters(
     depths, counts, tokens, parents = tree or (None, None, None, None)
     rows = (logits, values, words, cache_len, depths, counts, tokens, parents)
     numbers_of_rows = (
-        logits.stride(0), values.stride(0), words.stride(0), cache_len.stride(0),
-        0 if tokens is None else tokens.stride(0),
-        0 if parents is None else parents.stride(0),
+        *row_strides(logits, values, words, cache_len, tokens, parents),
         vocab, num_rows // len(cache_len), first_node, num_parts, sizes["num_blocks"],
         _bits(filtered), _bits(weighed),
     )  # fmt: skip
-    constants: dict[str, Any] = {name: sizes[name] for name in ("BR", "W")}
-    constants |= {"IS_TREE": tree is not None, **_OPTIONS}
-    grid = (num_rows * num_parts,)
-    row_parts_kernel[grid](
-        *rows, facts, maxima, arrived, *numbers_of_rows, BM=sizes["BM"], **constants
-    )  # fmt: skip
-    for i_round in range(ROUNDS):
-        row_pivots_kernel[grid](
-            *rows, facts, maxima, bounds, numbers, masses, *numbers_of_rows, i_round,
-            **{name: sizes[name] for name in ("BM", "BP", "BC")},
-            **constants,
-        )  # fmt: skip
-    row_cut_kernel[grid](
-        *rows, bounds, numbers, masses, listed, arrived, stats, *numbers_of_rows,
-        **{name: sizes[name] for name in ("BP", "BC")},
-        **constants,
-    )  # fmt: skip
+    scratch = {
+        "facts": facts, "maxima": maxima, "bounds": bounds, "numbers": numbers, "masses": masses,
+        "listed": listed, "arrived": arrived, "stats": stats,
+    }  # fmt: skip
+    for phase, i_round in (("parts", None), ("pivots", 0), ("pivots", 1), ("cut", None)):
+        row_filters_kernel[(num_rows * num_parts,)](
+            *rows,
+            *(x if name in _USED[phase] else None for name, x in scratch.items()),
+            *numbers_of_rows,
+            i_round,
+            IS_TREE=tree is not None,
+            **_sizes(phase, sizes),
+        )
     return stats
 
 
@@ -142,31 +137,39 @@ def _bits(rules: Collection[Rule]) -> int:
     return sum(1 << rule for rule in rules)
 
 
-_KERNELS = {
-    "parts": (row_parts_kernel, ("BM",)),
-    "pivots": (row_pivots_kernel, ("BM", "BP", "BC")),
-    "cut": (row_cut_kernel, ("BP", "BC")),
+# what launches read and write between them
+_USED = {
+    "parts": ("facts", "maxima", "arrived"),
+    "pivots": ("facts", "maxima", "bounds", "numbers", "masses"),
+    "cut": ("bounds", "numbers", "masses", "listed", "arrived", "stats"),
 }
+
+
+def _sizes(phase: str, sizes: dict[str, int]) -> dict[str, Any]:
+    blocks = {name: sizes[name] for name in ("BR", "W", "BM", "BP", "BC")}
+    return {"PHASE": phase, **blocks, **_OPTIONS}
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability."""
-    tree: Types = {torch.int32: ("depths", "counts", "parents")}
-    tree |= {torch.int64: ("tokens",)}
+    tree: Types = {torch.int32: ("depths", "counts", "parents"), torch.int64: ("tokens",)}
     floats = ("values", "facts", "maxima", "bounds", "masses", "listed", "stats")
-    types = {torch.float32: floats, torch.int64: ("words",)}
+    types: Types = {torch.float32: floats, torch.int64: ("words",)}
     types |= {torch.int32: ("cache_len", "numbers", "arrived")}
-    absent = dict.fromkeys(name for names in tree.values() for name in names)
     for dtype in DTYPES:
         sizes, odd = (config(1, vocab, dtype) for vocab in (131072, 131071))
-        for name, (kernel, constants) in _KERNELS.items():
-            of_kernel = ("BR", "W", *constants)
+        for phase in _USED:
             for is_tree in (True, False):
-                item = Shipped.of(
-                    f"{name}-{'tree' if is_tree else 'draft'}-{TYPE_NAMES[dtype]}",
-                    kernel, {dtype: ("logits",)}, types, tree,
-                    **{key: sizes[key] for key in of_kernel}, **({} if is_tree else absent),
-                    IS_TREE=is_tree, **_OPTIONS,
+                given: dict[str, Any] = {"IS_TREE": is_tree}
+                given |= {x: None for used in _USED.values() for x in used if x not in _USED[phase]}
+                given |= {} if is_tree else {x: None for names in tree.values() for x in names}
+                given |= {} if phase == "pivots" else {"i_round": None}
+                own = f"{phase}-{'tree' if is_tree else 'draft'}-{TYPE_NAMES[dtype]}"
+                item, other = (
+                    Shipped.of(
+                        own, row_filters_kernel, {dtype: ("logits",)}, types, tree,
+                        **given, **_sizes(phase, found),
+                    )
+                    for found in (sizes, odd)
                 )  # fmt: skip
-                others = {key: odd[key] for key in of_kernel}
-                yield from with_any_vocab(item, constexprs={**item.constexprs, **others})
+                yield from with_any_vocab(item, constexprs=other.constexprs)

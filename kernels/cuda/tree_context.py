@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specc.kernels.cuda.row_options import FREQUENCY, NUM_PROMPT, PRESENCE, REPETITION
 from specc.kernels.cuda.shipped import ALIGNMENT, Shipped, with_any_vocab
+from specc.kernels.cuda.strided_rows import row_strides
 
 # tokens of the vocabulary whose counts a program owns, at least; more than MAX_SLICES gain nothing
 SLICE = 2048
@@ -211,19 +212,13 @@ def tree_context(
         block_table,
         depths,
         counts,
-        parents.stride(0),
-        cache_len.stride(0),
-        values.stride(0),
-        words.stride(0),
-        history.stride(0),
-        block_table.stride(0),
+        *row_strides(parents, cache_len, values, words, history, block_table),
         num_nodes,
         max_depth,
         vocab,
         sizes["slice_size"],
         num_slices,
-        history.shape[0],
-        history.shape[1],
+        *history.shape,
         block_table.shape[1],
         BN=sizes["BN"],
         BV=sizes["BV"],
