@@ -20,11 +20,9 @@ from specc.kernels.cuda.attend_call import (
     DTYPES,
     ROWS,
     SEARCH,
-    SHIPPED_PAGES,
     AttendCall,
     padded,
-    page_rows,
-    shape_name,
+    shipped_shapes,
     types_of,
 )
 from specc.kernels.cuda.attend_config import AttendConfig, config, for_chunks, machine
@@ -139,51 +137,26 @@ _SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)
 _EARLY = ("q_start", "position", "slot", "cache_len")
 
 
-def shipped(capability: int) -> Iterator[Shipped]:
-    """Every configuration that engines without chunks launch on a capability."""
-    yield from _shipped(capability, 0)
+def shipped(capability: int, chunk: int = 0, is_quantized: bool = False) -> Iterator[Shipped]:
+    """Every configuration that engines launch on a capability.
 
-
-def in_chunks(capability: int, chunk: int) -> Iterator[Shipped]:
-    """What engines with chunks of so many positions launch beside; by the names of `shipped`."""
-    yield from _shipped(capability, chunk)
-
-
-def in_quantized(capability: int) -> Iterator[Shipped]:
-    """What engines whose caches are quantized launch instead, but for the types of caches."""
-    yield from _shipped(capability, 0, is_quantized=True)
-
-
-def _shipped(capability: int, chunk: int, is_quantized: bool = False) -> Iterator[Shipped]:
+    Args:
+        chunk: positions of the chunks that layers of an engine have; 0 is none.
+        is_quantized: of engines whose caches are, but for the types of caches.
+    """
     for dtype in DTYPES:
         for head_dim in _SHIPPED_HEAD_DIMS:
             sizes = (1, 32, LARGEST_DEPENDENT)
             few = {config(dtype, head_dim, rows, capability, is_quantized) for rows in sizes}
             configs = few | {config(dtype, head_dim, 4096, capability, is_quantized)}
             for c in sorted(configs, key=lambda c: c.block_m):
-                # where key blocks are no longer than pages, paged and dense caches are the same
-                for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
-                    for is_tree in (True, False):
-                        item = _shipped_attend(
-                            dtype, head_dim, c, page, is_tree, chunk, is_quantized
-                        )
-                        is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
-                        yield from with_dependent(item, capability, dtype, is_able)
-
-
-def _shipped_attend(
-    dtype: torch.dtype,
-    head_dim: int,
-    c: AttendConfig,
-    page: int,
-    is_tree: bool,
-    chunk: int,
-    is_quantized: bool,
-) -> Shipped:
-    c = for_chunks(c) if chunk else c
-    return Shipped.of(
-        f"attend-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}-{shape_name(page, is_tree)}",
-        attend_kernel, {dtype: (*ROWS, "out")}, types_of(is_tree),
-        **_sizes(dtype, head_dim, head_dim, c, is_quantized), PAGE=page, IS_TREE=is_tree,
-        CHUNK=chunk, **c.options, early=_EARLY,
-    )  # fmt: skip
+                launched = for_chunks(c) if chunk else c
+                for name, shape in shipped_shapes(c.block_n):
+                    item = Shipped.of(
+                        f"attend-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}-{name}",
+                        attend_kernel, {dtype: (*ROWS, "out")}, types_of(shape["IS_TREE"]),
+                        **_sizes(dtype, head_dim, head_dim, c, is_quantized), **shape,
+                        CHUNK=chunk, **launched.options, early=_EARLY,
+                    )  # fmt: skip
+                    is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
+                    yield from with_dependent(item, capability, dtype, is_able)

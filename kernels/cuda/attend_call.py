@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,9 +284,13 @@ def are_pages_whole(num_pages: int, block_size: int, block_n: int) -> bool:
     return num_pages == 1 or block_size % block_n == 0 or block_size in (16, 32)
 
 
-def shape_name(page: int, is_tree: bool) -> str:
-    """Of a configuration for such pages of keys, with ancestors or without."""
-    return f"page{page}-{'tree' if is_tree else 'causal'}"
+def shipped_shapes(block_n: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and constexprs of the pages that engines have, with ancestors and without."""
+    # where key blocks are no longer than pages, paged and dense caches are the same
+    for page in sorted({page_rows(*sizes, block_n) for sizes in SHIPPED_PAGES}):
+        for is_tree in (True, False):
+            name = f"page{page}-{'tree' if is_tree else 'causal'}"
+            yield name, {"PAGE": page, "IS_TREE": is_tree}
 
 
 def types_of(is_tree: bool = True) -> Types:

@@ -12,11 +12,9 @@ from torch import Tensor
 from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.attend_call import (
     ROWS,
-    SHIPPED_PAGES,
     AttendCall,
     are_pages_whole,
-    page_rows,
-    shape_name,
+    shipped_shapes,
     types_of,
 )
 from specc.kernels.cuda.attend_config import TritonOptions
@@ -145,34 +143,16 @@ def _sizes(head_dim: int, c: FewConfig) -> dict[str, int]:
 _EARLY = ("q_start", "position", "slot", "cache_len", "block_table", "k_cache", "v_cache")
 
 
-def shipped(capability: int) -> Iterator[Shipped]:
-    """Every configuration that engines launch on a capability."""
-    yield from _all_shipped(capability)
-
-
-def in_quantized(capability: int) -> Iterator[Shipped]:
-    """What engines whose caches are quantized launch instead, but for the types of caches."""
-    yield from _all_shipped(capability, is_quantized=True)
-
-
-def _all_shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
-    if capability not in CAPABILITIES:
-        return
-    for dtype in DTYPES:
+def shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
+    """Every configuration that engines launch on a capability; see `attend.shipped`."""
+    for dtype in DTYPES if capability in CAPABILITIES else ():
         for head_dim in HEAD_DIMS:
             for rows in (16, 32):
                 c = config(head_dim, rows, is_quantized)
-                for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
-                    for is_tree in (True, False):
-                        item = _shipped(dtype, head_dim, rows, c, page, is_tree)
-                        yield from with_dependent(item, capability, dtype)
-
-
-def _shipped(
-    dtype: torch.dtype, head_dim: int, rows: int, c: FewConfig, page: int, is_tree: bool
-) -> Shipped:
-    return Shipped.of(
-        f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{rows}-{shape_name(page, is_tree)}",
-        attend_few_kernel, {dtype: (*ROWS, "out")}, types_of(is_tree),
-        **_sizes(head_dim, c), PAGE=page, IS_TREE=is_tree, **c.options, early=_EARLY,
-    )  # fmt: skip
+                for name, shape in shipped_shapes(c.block_n):
+                    item = Shipped.of(
+                        f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{rows}-{name}",
+                        attend_few_kernel, {dtype: (*ROWS, "out")}, types_of(shape["IS_TREE"]),
+                        **_sizes(head_dim, c), **shape, **c.options, early=_EARLY,
+                    )  # fmt: skip
+                    yield from with_dependent(item, capability, dtype)

@@ -12,11 +12,9 @@ from torch import Tensor
 from specc.kernels.cuda import attend_few, dependent
 from specc.kernels.cuda.attend_call import (
     ROWS,
-    SHIPPED_PAGES,
     AttendCall,
     are_pages_whole,
-    page_rows,
-    shape_name,
+    shipped_shapes,
     types_of,
 )
 from specc.kernels.cuda.attend_config import SHORT_ROWS
@@ -190,26 +188,17 @@ def _merge_sizes(head_dim: int, c: WideConfig) -> dict[str, int]:
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
-    if capability not in CAPABILITIES:
-        return
-    for dtype in DTYPES:
+    for dtype in DTYPES if capability in CAPABILITIES else ():
         for head_dim in HEAD_DIMS:
             for c in _TABLE.values():
-                for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
-                    for is_tree in (True, False):
-                        yield _shipped(dtype, head_dim, c, page, is_tree)
-                yield _shipped_merge(dtype, head_dim, c)
-
-
-def _shipped(dtype: torch.dtype, head_dim: int, c: WideConfig, page: int, is_tree: bool) -> Shipped:
-    return Shipped.of(
-        f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}-{shape_name(page, is_tree)}",
-        attend_wide_kernel, {dtype: ROWS}, types_of(is_tree),
-        **_sizes(head_dim, c), PAGE=page, IS_TREE=is_tree, maxnreg=c.max_registers,
-    )  # fmt: skip
-
-
-def _shipped_merge(dtype: torch.dtype, head_dim: int, c: WideConfig) -> Shipped:
-    name = f"merge-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}"
-    sizes = _merge_sizes(head_dim, c)
-    return Shipped.of(name, merge_wide_kernel, {dtype: ("out",)}, types_of(), **sizes)
+                own = f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}"
+                for name, shape in shipped_shapes(c.block_n):
+                    yield Shipped.of(
+                        f"{own}-{name}",
+                        attend_wide_kernel, {dtype: ROWS}, types_of(shape["IS_TREE"]),
+                        **_sizes(head_dim, c), **shape, maxnreg=c.max_registers,
+                    )  # fmt: skip
+                yield Shipped.of(
+                    f"merge-{own}", merge_wide_kernel, {dtype: ("out",)}, types_of(),
+                    **_merge_sizes(head_dim, c),
+                )  # fmt: skip

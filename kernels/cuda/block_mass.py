@@ -291,19 +291,8 @@ def _check(q: Tensor, k_cache: Tensor, mass: Tensor, num_seqs: int, num_pages: i
 _SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
-def shipped(capability: int) -> Iterator[Shipped]:
-    """Every configuration that engines launch on a capability, with blocks of 16 rows."""
-    del capability
-    yield from _shipped()
-
-
-def in_quantized(capability: int) -> Iterator[Shipped]:
-    """What engines whose caches are quantized launch instead, but for the type of the cache."""
-    del capability
-    yield from _shipped(is_quantized=True)
-
-
-def _shipped(is_quantized: bool = False) -> Iterator[Shipped]:
+def shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
+    """Every configuration with blocks of 16 rows, for all capabilities; see `attend.shipped`."""
     places = ("q_start", "slot", "cache_len", "block_table", "used")
     types: Types = {torch.int32: places, torch.int64: ("position", "words")}
     types |= {torch.float32: ("mass", "votes"), float: ("scale",)}

@@ -26,29 +26,12 @@ _NOT_SPECIALIZED = (*_COUNTS, "stride_table")
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
-def _write_rows_kernel(
-    x, slab, q_start, slots, block_table, num_rows, per_token, num_seqs, num_blocks, num_pages,
+def _rows_kernel(
+    x, out, slab, q_start, slots, block_table, num_rows, per_token, num_seqs, num_blocks, num_pages,
     block_size, stride_table, width, stride_x, stride_sb, stride_ss,
     BT: tl.constexpr, BW: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
-    o_i = tl.program_id(0) * BT + tl.arange(0, BT)
-    o_w = tl.program_id(1) * BW + tl.arange(0, BW)
-    b_block, b_row, m_i = cache_rows(
-        q_start, slots, block_table, o_i // per_token, o_i < num_rows, num_seqs, num_blocks,
-        num_pages, block_size, stride_table, BB, o_i,
-    )  # fmt: skip
-    m_moved = m_i[:, None] & (o_w < width)[None, :]
-    b_x = tl.load(x + o_i.to(tl.int64)[:, None] * stride_x + o_w[None, :], mask=m_moved)
-    p_slab = slab + (b_block * stride_sb + b_row * stride_ss)[:, None] + o_w[None, :]
-    tl.store(p_slab, b_x, mask=m_moved)
-
-
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
-def _take_rows_kernel(
-    out, slab, q_start, slots, block_table, num_rows, per_token, num_seqs, num_blocks, num_pages,
-    block_size, stride_table, width, stride_sb, stride_ss,
-    BT: tl.constexpr, BW: tl.constexpr, BB: tl.constexpr,
-):  # fmt: skip
+    """Rows of x go to the slab, or where there are none, those of the slab to `out`."""
     o_i = tl.program_id(0) * BT + tl.arange(0, BT)
     o_w = tl.program_id(1) * BW + tl.arange(0, BW)
     b_block, b_row, m_i = cache_rows(
@@ -57,9 +40,15 @@ def _take_rows_kernel(
     )  # fmt: skip
     m_w = (o_w < width)[None, :]
     p_slab = slab + (b_block * stride_sb + b_row * stride_ss)[:, None] + o_w[None, :]
-    b_x = tl.load(p_slab, mask=m_i[:, None] & m_w, other=0.0)
-    p_out = out + o_i.to(tl.int64)[:, None] * width + o_w[None, :]
-    tl.store(p_out, b_x, mask=(o_i < num_rows)[:, None] & m_w)
+    o_row = o_i.to(tl.int64)[:, None]
+    m_moved = m_i[:, None] & m_w
+    if x is not None:
+        b_x = tl.load(x + o_row * stride_x + o_w[None, :], mask=m_moved)
+        tl.store(p_slab, b_x, mask=m_moved)
+    else:
+        b_x = tl.load(p_slab, mask=m_moved, other=0.0)
+        p_out = out + o_row * width + o_w[None, :]
+        tl.store(p_out, b_x, mask=(o_i < num_rows)[:, None] & m_w)
 
 
 def config(num_rows: int, width: int) -> tuple[int, int]:
@@ -77,15 +66,8 @@ def write_rows(x: Tensor, slab: Tensor, q_start: Tensor, slot: Tensor, block_tab
     _check("write_rows", slab, q_start, block_table)
     check_tensors("write_rows", torch.int32, (num_tokens,), is_contiguous=True, slots=slot)
     check_dense("write_rows", x=x, slab=slab)
-    if num_tokens == 0 or width == 0 or block_table.numel() == 0:
-        return
-    block_t, block_w = config(num_tokens, width)
-    grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(width, block_w))
-    _write_rows_kernel[grid](
-        x, slab, q_start, slot, block_table, num_tokens, 1, *_sizes(slab, block_table), width,
-        x.stride(0), *slab.stride()[:2],
-        BT=block_t, BW=block_w, BB=SEARCH, num_warps=_NUM_WARPS,
-    )  # fmt: skip
+    if num_tokens and width and block_table.numel():
+        _launch(x, None, slab, q_start, slot, block_table, 1)
 
 
 def take_rows(slab: Tensor, slots: Tensor, q_start: Tensor, block_table: Tensor) -> Tensor:
@@ -97,21 +79,29 @@ def take_rows(slab: Tensor, slots: Tensor, q_start: Tensor, block_table: Tensor)
     check_dense("take_rows", slab=slab)
     width, num_rows = slab.shape[2], slots.numel()
     out = torch.empty(*slots.shape, width, dtype=slab.dtype, device=slab.device)
-    if num_rows == 0 or width == 0:
-        return out
-    block_t, block_w = config(num_rows, width)
-    grid = (triton.cdiv(num_rows, block_t), triton.cdiv(width, block_w))
-    _take_rows_kernel[grid](
-        out, slab, q_start, slots, block_table, num_rows, slots.shape[1],
-        *_sizes(slab, block_table), width, *slab.stride()[:2],
-        BT=block_t, BW=block_w, BB=SEARCH, num_warps=_NUM_WARPS,
-    )  # fmt: skip
+    if num_rows and width:
+        _launch(None, out, slab, q_start, slots, block_table, slots.shape[1])
     return out
 
 
-def _sizes(slab: Tensor, block_table: Tensor) -> tuple[int, ...]:
-    num_seqs, num_pages = block_table.shape
-    return num_seqs, slab.shape[0], num_pages, slab.shape[1], block_table.stride(0)
+def _launch(
+    x: Tensor | None,
+    out: Tensor | None,
+    slab: Tensor,
+    q_start: Tensor,
+    slots: Tensor,
+    block_table: Tensor,
+    per_token: int,
+) -> None:
+    num_rows, width, (num_seqs, num_pages) = slots.numel(), slab.shape[2], block_table.shape
+    block_t, block_w = config(num_rows, width)
+    grid = (triton.cdiv(num_rows, block_t), triton.cdiv(width, block_w))
+    _rows_kernel[grid](
+        x, out, slab, q_start, slots, block_table, num_rows, per_token,
+        num_seqs, slab.shape[0], num_pages, slab.shape[1], block_table.stride(0), width,
+        None if x is None else x.stride(0), *slab.stride()[:2],
+        BT=block_t, BW=block_w, BB=SEARCH, num_warps=_NUM_WARPS,
+    )  # fmt: skip
 
 
 def _check(name: str, slab: Tensor, q_start: Tensor, block_table: Tensor) -> None:
@@ -124,9 +114,11 @@ def _check(name: str, slab: Tensor, q_start: Tensor, block_table: Tensor) -> Non
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability: loads and stores alone."""
     for dtype in DTYPES:
-        for kernel, moved in ((_write_rows_kernel, "x"), (_take_rows_kernel, "out")):
-            types = {dtype: (moved, "slab"), torch.int32: ("q_start", "slots", "block_table")}
+        types = {dtype: ("x", "out", "slab"), torch.int32: ("q_start", "slots", "block_table")}
+        for name, absent in (("write", ("out",)), ("take", ("x", "stride_x"))):
             for num_rows in (1, 512):
                 block_t, block_w = config(num_rows, 3 * _COLUMNS)
-                name = f"{'write' if moved == 'x' else 'take'}-{TYPE_NAMES[dtype]}-rows{block_t}"
-                yield Shipped.of(name, kernel, types, BT=block_t, BW=block_w, BB=SEARCH)
+                yield Shipped.of(
+                    f"{name}-{TYPE_NAMES[dtype]}-rows{block_t}", _rows_kernel, types,
+                    **dict.fromkeys(absent), BT=block_t, BW=block_w, BB=SEARCH,
+                )  # fmt: skip
