@@ -284,19 +284,19 @@ def shipped_normed(
     kernel: Any,
     capability: int,
     tiles: Mapping[torch.dtype, Iterable[Tile]],
-    rows: Sequence[str],
+    like_x: Sequence[str],
     types: Types,
     **given: Any,
 ) -> Iterator[Shipped]:
     """Configurations of such a product: every tile, with and without a bias.
 
     Args:
-        rows: tensors in the dtype of x besides those that all have.
+        like_x: tensors in its dtype besides those that all have.
         types: of other arguments.
         given: further keywords of a launch.
     """
     for dtype in FLOATS:
-        own = {dtype: ("x", "gamma", "weight", "bias", "out", *rows), float: ("eps", "offset")}
+        own = {dtype: ("x", "gamma", "weight", "bias", "out", *like_x), float: ("eps", "offset")}
         for tile in tiles[dtype]:
             for suffix, absent in (("", {"bias": None}), ("-bias", {})):
                 item = Shipped.of(

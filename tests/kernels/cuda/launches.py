@@ -18,6 +18,7 @@ from torch import Tensor
 from specc.kernels.cuda import (
     accept_winners,
     act_and_mul,
+    add_norm_linear,
     add_norm_rope_write,
     attend,
     block_mass,
@@ -138,8 +139,8 @@ def record(
     """The launches of all calls of a file of `specc.kernels.cuda`, or of those that are given."""
     calls = calls or CALLS[module.__name__.rpartition(".")[2]]
     launches: list[Launch] = []
-    # the second has a kernel that another file launches, too
-    for owner in {module, add_norm_rope_write}:
+    # others have kernels that it launches, too
+    for owner in {module, add_norm_linear, add_norm_rope_write}:
         for name, value in list(vars(owner).items()):
             if name.endswith("_kernel") and hasattr(value, "arg_names"):
                 monkeypatch.setattr(owner, name, _Recorder(value, launches))

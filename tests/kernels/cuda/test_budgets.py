@@ -66,7 +66,7 @@ ATTENTION = (
 )  # fmt: skip
 # products of half precision besides attention
 PRODUCTS = (
-    *(f"_add_norm_{name}_kernel" for name in ("linear", "gate_up", "rope_write", "head")),
+    "_add_norm_kernel", "_add_norm_rope_write_kernel",
     "experts_gate_up_kernel", "experts_down_kernel", "_votes_kernel", "linear_q_kernel",
     "linear_q_fragments_kernel", "add_norm_fragments_kernel", "add_norm_rope_fragments_kernel",
     "_skinny_linear_kernel", "_route_kernel", "_invariant_linear_kernel",
