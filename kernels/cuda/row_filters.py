@@ -39,7 +39,8 @@ MAX_PARTS, MAX_PROGRAMS = 16, 2048
 MAXIMA = 64
 # bytes that a thread takes at a time, where rows are aligned
 LOAD_BYTES = 16
-_OPTIONS: dict[str, Any] = {"num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
+WARPS = 8
+_OPTIONS: dict[str, Any] = {"num_warps": WARPS, "maxnreg": 128, "enable_fp_fusion": False}
 ROUNDS = 2
 # best, cut, mass
 NUM_STATS = 3
