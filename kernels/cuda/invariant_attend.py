@@ -101,11 +101,12 @@ def _split_start(split: int) -> int:
 
 
 def _launch(call: AttendCall, out: Tensor, is_split: bool | None) -> None:
-    rows = (call.tokens_each or call.num_tokens) * call.group
-    tiles = call.num_seqs * triton.cdiv(rows, BLOCK_M)
-    if not call.tokens_each:
-        tiles = rows // BLOCK_M + call.num_seqs
-    units = tiles * call.num_kv_heads
+    tokens = max(1, BLOCK_M // call.group)
+    if call.tokens_each:
+        tiles = call.num_seqs * triton.cdiv(call.tokens_each, tokens)
+    else:
+        tiles = call.num_tokens // tokens + call.num_seqs
+    units = tiles * call.num_kv_heads * triton.cdiv(call.group, BLOCK_M)
     splits = splits_of(call.capacity)
     if is_split is None:
         is_split = splits > 1 and units * splits * BLOCK_M <= SPLIT_ROWS
@@ -120,7 +121,7 @@ def _launch(call: AttendCall, out: Tensor, is_split: bool | None) -> None:
         call.position if call.ancestors is None else call.ancestors,
         *call.places[5:], call.window or NO_WINDOW.value, call.sink,
         call.num_tokens, call.num_seqs, call.num_heads, call.group, *call.sizes,
-        splits if is_split else 0,
+        tokens, splits if is_split else 0,
         *call.strides, call.block_table.stride(0), call.stride_words,
         **_sizes(call.q.dtype, call.head_dim, call.value_dim),
         **call.all_beside,

@@ -20,8 +20,6 @@ from specc.kernels.cuda.attend_kernels import products
 from specc.kernels.cuda.attend_rows import find_tokens
 from specc.kernels.cuda.attend_slopes import biases, count_bits, nodes_from
 from specc.kernels.cuda.attend_softmax import LOG2E, capped, end_softmax, start_softmax, take_scores
-from specc.kernels.cuda.attend_visible import divide
-from specc.kernels.cuda.attend_work import find_work
 
 # keys of each of the first SPLITS splits; those of the next SPLITS are twice as long, and so on
 FIRST_KEYS = tl.constexpr(128)
@@ -37,6 +35,31 @@ def split_start(i_split):
     """The first key of a split."""
     i_doubled = i_split // SPLITS
     return (((i_split % SPLITS + SPLITS) << i_doubled) - SPLITS) * FIRST_KEYS
+
+
+@triton.jit
+def _find_tile(q_start, i_tile, num_seqs, num_tokens, tokens_each, T, BB: tl.constexpr):
+    """The sequence of a tile of T tokens, -1 of none, and the tile's number among its own."""
+    i_b = -1
+    i_own = 0
+    total = 0
+    for i in range(0, num_seqs, BB):
+        o_b = i + tl.arange(0, BB)
+        m_b = o_b < num_seqs
+        b_first = o_b * tokens_each
+        b_last = b_first + tokens_each
+        if tokens_each == 0:
+            b_first = tl.maximum(tl.load(q_start + o_b, mask=m_b, other=0), 0)
+            b_last = tl.minimum(tl.load(q_start + o_b + 1, mask=m_b, other=0), num_tokens)
+        # rows after the last sequence are dead tokens of it
+        b_last = tl.where(o_b == num_seqs - 1, num_tokens, b_last)
+        b_tiles = tl.where(m_b, (tl.maximum(b_last - b_first, 0) + T - 1) // T, 0)
+        b_end = total + tl.cumsum(b_tiles, 0)
+        m_own = (b_end - b_tiles <= i_tile) & (i_tile < b_end)
+        i_b += tl.sum(tl.where(m_own, o_b + 1, 0), 0)
+        i_own += tl.sum(tl.where(m_own, i_tile - (b_end - b_tiles), 0), 0)
+        total += tl.sum(b_tiles, 0)
+    return i_b, i_own
 
 
 @triton.jit
@@ -125,7 +148,7 @@ def _take_block(
     m_v = m_key & (tl.max(m_seen.to(tl.int32), 1) > 0)
     o_dv = tl.arange(0, BDV)
     b_v = tl.load(p_v[:, None] + o_dv[None, :], mask=m_v[:, None] & (o_dv < DV)[None, :], other=0.0)
-    b_s = products(b_q, p_q, m_row, p_k[:, None], m_key, D, BD, BC, True)
+    b_s = products(b_q, p_q, m_row, p_k, None, m_key, D, BD, BC, True)
     own_scale = qk_scale
     if softcap is not None:
         b_s = capped(b_s, qk_scale, softcap)
@@ -160,8 +183,8 @@ def _merge(b_acc, b_l, b_m, b_part, b_part_l, b_part_m):
 @triton.jit(
     do_not_specialize=[
         "window", "sink", "num_tokens", "num_seqs", "num_heads", "group", "num_words",
-        "num_blocks", "num_pages", "block_size", "tokens_each", "num_splits", "stride_table",
-        "stride_words",
+        "num_blocks", "num_pages", "block_size", "tokens_each", "tile_tokens", "num_splits",
+        "stride_table", "stride_words",
     ]
 )  # fmt: skip
 def invariant_attend_kernel(
@@ -190,6 +213,7 @@ def invariant_attend_kernel(
     num_pages,
     block_size,
     tokens_each,
+    tile_tokens,  # of a tile
     num_splits,  # of which a program has one each; 0: it has all of them
     stride_qh,
     stride_qt,
@@ -216,25 +240,28 @@ def invariant_attend_kernel(
     CHUNK: tl.constexpr = 0,
 ):
     i_unit = tl.program_id(0)
+    # heads of a tile: all that share a KV head, or BM of them
+    tile_heads = tl.minimum(group, BM)
+    num_parts = (group + BM - 1) // BM
     num_kv_heads = num_heads // group
-    i_kv = i_unit % num_kv_heads
-    capacity = num_pages * block_size
-    # one program has all splits of a tile, or each of a second axis has one
-    batch = q_start, cache_len, num_seqs, num_tokens, tokens_each, group, capacity, capacity
-    i_b, i_tile, _, _, _ = find_work(
-        i_unit // num_kv_heads, tl.num_programs(0) // num_kv_heads, batch, 1, 1, 1, 1, BM, BN, BB
-    )
+    i_part = i_unit % num_parts
+    i_kv = i_unit // num_parts % num_kv_heads
+    i_b, i_tile = _find_tile(
+        q_start, i_unit // num_parts // num_kv_heads, num_seqs, num_tokens, tokens_each,
+        tile_tokens, BB,
+    )  # fmt: skip
     if i_b < 0:
         return
     first, last, last_row = find_tokens(q_start, i_b, num_tokens, num_seqs, tokens_each)
     length = tl.maximum(tl.load(cache_len + i_b), 0)
+    capacity = num_pages * block_size
 
     o_r = tl.arange(0, BM)
-    o_packed = i_tile * BM + o_r
-    o_token = divide(o_packed, group)
-    o_t = first + o_token  # [BM]
-    o_h = i_kv * group + o_packed - o_token * group
-    m_row = o_t < last_row
+    o_token = o_r // tile_heads
+    o_t = first + i_tile * tile_tokens + o_token  # [BM]
+    o_own_head = i_part * BM + o_r - o_token * tile_heads
+    o_h = i_kv * group + o_own_head
+    m_row = (o_token < tile_tokens) & (o_t < last_row) & (o_own_head < group)
     m_token = m_row & (o_t < last)
     m_live = tl.load(slot + o_t, mask=m_token, other=-1) >= 0
     b_position = tl.load(position + o_t, mask=m_token, other=0).to(tl.int32)
@@ -280,8 +307,7 @@ def invariant_attend_kernel(
     rows = b_q, p_q, m_row, b_own, b_position
     keys = p_k, p_v, p_table, num_blocks, block_size, stride_kb, stride_ks, stride_vb, stride_vs
     seen = window, sink, region
-    first_token = i_tile * BM // group
-    num_here = tl.minimum(last - first, (i_tile * BM + BM - 1) // group + 1) - first_token
+    num_here = tl.minimum(last - first - i_tile * tile_tokens, tile_tokens)
 
     o_n = tl.arange(0, BN)
     # of the tile's first split; a program that has all splits stores none
@@ -311,10 +337,10 @@ def invariant_attend_kernel(
         # the last blocks of each token by themselves
         num_last = i_last - i_shared
         for i_visit in tl.range(0, num_last * num_here, num_stages=1):
-            i_own_token = i_visit // num_last
-            o_key = (i_shared + i_visit - i_own_token * num_last) * BN + o_n
-            i_token = first_token + i_own_token
-            p_own = ancestors + (first + i_token).to(tl.int64) * stride_words
+            i_token = i_visit // num_last
+            o_key = (i_shared + i_visit - i_token * num_last) * BN + o_n
+            i_t = first + i_tile * tile_tokens + i_token
+            p_own = ancestors + i_t.to(tl.int64) * stride_words
             b_slot = _slots_of_path(p_own, num_words, o_key, length, capacity)
             b_acc, b_l, b_m = _take_block(
                 b_acc, b_l, b_m, rows, keys, seen, o_key, b_slot, m_live & (o_token == i_token),
