@@ -15,27 +15,16 @@ from torch import Tensor
 from specc.kernels.cuda.child_keys_kernels import draft_merge_kernel, draft_parts_kernel
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.strided_rows import row_strides
-from specc.kernels.cuda.tree_expand import DTYPES, MAX_ROUNDS
+from specc.kernels.cuda.tree_expand import DTYPES, MAX_ROUNDS, parts_config
 
 
 def config(vocab: int, num_children: int) -> dict[str, int]:
-    """Block sizes: a part has to hold its children, and all parts' children have to fit one block.
-
-    One row of a large vocabulary makes about as many programs as a device has processors.
-    """
-    block_k = triton.next_power_of_2(num_children)
-    part = 512 if vocab <= 4096 else 2048 if num_children <= MAX_ROUNDS else 4096
-    num_parts = triton.cdiv(vocab, part)
-    candidates = triton.next_power_of_2(max(num_parts * num_children, block_k))
-    return {
+    """Block sizes, as `parts_config` has them."""
+    sizes = parts_config(vocab, num_children, 512)
+    return sizes | {
         "IS_SORTED": num_children > MAX_ROUNDS,
-        "BK": block_k,
-        "BQ": part // 4,
-        "BC": candidates,
-        "BS": triton.next_power_of_2(num_parts),
-        "num_parts": num_parts,
-        "part_warps": 8 if part > 2048 else 4,
-        "merge_warps": 16 if candidates > 2048 else 4 if candidates > 256 else 1,
+        "BQ": sizes["BV"] // 4,
+        "BS": triton.next_power_of_2(sizes["num_parts"]),
     }
 
 

@@ -24,6 +24,7 @@ PART = 1024
 PARTS = 128
 # of what lies in no block: differs from all tokens
 NO_TOKEN = tl.constexpr(-(1 << 63))
+_COUNTS = ("table_stride", "num_columns", "num_blocks", "block_size", "num_last", "num_parts")
 
 
 @triton.jit
@@ -34,17 +35,7 @@ def tokens_at(b_place, history, p_table, block_size, num_columns, num_blocks):
     return tl.where(b_row >= 0, b_token, NO_TOKEN)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "num_columns",
-        "num_blocks",
-        "block_size",
-        "num_last",
-        "ngram",
-        "num_parts",
-    ]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "ngram"])
 def lookup_parts_kernel(
     history,
     block_table,
@@ -84,17 +75,7 @@ def lookup_parts_kernel(
     tl.store(keys + i_b * num_parts + i_p, tl.max(b_key, 0))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "num_columns",
-        "num_blocks",
-        "block_size",
-        "num_last",
-        "num_tokens",
-        "num_parts",
-    ]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_tokens"])
 def lookup_tokens_kernel(
     history,
     block_table,

@@ -24,6 +24,7 @@ from specc.kernels.cuda.row_options import (
     has_filter,
     is_sampled,
 )
+from specc.kernels.cuda.row_scan import ROW_INTEGERS
 from specc.kernels.cuda.sampling import LANES
 from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, with_any_vocab
 from specc.kernels.cuda.strided_rows import row_strides
@@ -55,19 +56,7 @@ def _best_token(row, first, num_blocks, BV: tl.constexpr):
     return tl.max(order_key(b_best, b_token), 0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "value_stride",
-        "word_stride",
-        "len_stride",
-        "token_stride",
-        "parent_stride",
-        "num_rows",
-        "first_node",
-        "num_parts",
-        "num_blocks",
-    ]
-)
+@triton.jit(do_not_specialize=ROW_INTEGERS)
 def node_best_kernel(
     logits,
     values,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.kernels.cuda.strided_rows import FLOATS, check
+from specc.kernels.cuda.strided_rows import FLOATS, check, check_dense
 from specc.kernels.cuda.write_kv import SEARCH, cache_rows
 from specc.kernels.reference.latent import PAIRS
 
@@ -89,20 +89,17 @@ def _check(
     tables = cos.dtype in FLOATS and sin.dtype in FLOATS
     needed = "[H, Nt, R], [H, Nt, P], [1, Nt, R], [1, Nt, P], [Nt, P], [Nt, P], P even"
     check(fits and is_even and tables, NAME, found, needed)
+    is_cache = k_cache.dim() == 4 and k_cache.shape[2:] == (1, size + width)
+    places = q_start.shape == (block_table.shape[0] + 1,) and slot.shape == (num_tokens,)
+    named = {"k_cache": k_cache, "q_start": q_start, "slot": slot, "block_table": block_table}
     check(
-        k_cache.dim() == 4
-        and k_cache.shape[2:] == (1, size + width)
-        and k_cache.dtype in FLOATS
-        and q_start.shape == (block_table.shape[0] + 1,)
-        and slot.shape == (num_tokens,),
+        is_cache and k_cache.dtype in FLOATS and places,
         NAME,
-        f"k_cache {k_cache.dtype} {list(k_cache.shape)}, q_start {list(q_start.shape)},"
-        f" slot {list(slot.shape)}, block_table {list(block_table.shape)}",
+        ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in named.items()),
         f"[blocks, block_size, 1, {size + width}] of floats, [B + 1], [{num_tokens}], [B, n]",
     )
-    for x in (*rows, k_cache, q_start, slot, block_table):
-        is_dense = x.shape[-1] < 2 or x.stride(-1) == 1
-        check(is_dense, NAME, f"strides {x.stride()}", "1 in the last dimension")
+    names = ("q", "q_rest", "latent", "shared", "cos", "sin")
+    check_dense(NAME, **dict(zip(names, rows, strict=True)), **named)
     check(pairs in PAIRS, NAME, pairs, f"one of {', '.join(PAIRS)}")
 
 

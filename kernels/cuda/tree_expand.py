@@ -96,13 +96,14 @@ def tree_expand_merge_kernel(
     tl.store(out + i_r * K + o_k, token_of(b_best), mask=o_k < K)
 
 
-def config(vocab: int, num_children: int) -> dict[str, int]:
+def parts_config(vocab: int, num_children: int, least: int) -> dict[str, int]:
     """Block sizes: a part has to hold its children, and all parts' children have to fit one block.
 
-    One row of a large vocabulary makes about as many programs as a device has processors.
+    One row of a large vocabulary makes about as many programs as a device has processors. `least`
+    is the part of a small one.
     """
     block_k = triton.next_power_of_2(num_children)
-    part = 256 if vocab <= 4096 else 2048 if num_children <= MAX_ROUNDS else 4096
+    part = least if vocab <= 4096 else 2048 if num_children <= MAX_ROUNDS else 4096
     part = max(part, block_k)
     num_parts = triton.cdiv(vocab, part)
     candidates = triton.next_power_of_2(max(num_parts * num_children, block_k))
@@ -115,6 +116,11 @@ def config(vocab: int, num_children: int) -> dict[str, int]:
         # 8 warps spill a sort of 4096 on sm_80
         "merge_warps": 16 if candidates > 2048 else 4 if candidates > 256 else 1,
     }
+
+
+def config(vocab: int, num_children: int) -> dict[str, int]:
+    """Of `tree_expand`."""
+    return parts_config(vocab, num_children, 256)
 
 
 def tree_expand(logits: Tensor, num_children: int) -> Tensor:
