@@ -105,4 +105,4 @@ def test_what_ships_covers_every_size(capability):
         found = [s for s in items if s.constexprs["BLOCK_D"] == item["BLOCK_D"]]
         # in bfloat16 also for dependent launches, where there are such
         assert len(found) == 2 * (len(DTYPES) + (capability >= LEAST_CAPABILITY))
-        assert {s.num_warps for s in found} == {item.num_warps}
+        assert {s.num_warps for s in found} == {item["num_warps"]}
