@@ -328,6 +328,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
     for dtype in DTYPES:
         for head_dim, size in _SHIPPED_SIZES:
             name = f"rope_write-{TYPE_NAMES[dtype]}-d{head_dim}-r{size}"
+            found: list[tuple[str, tuple[int, int, int], tuple[str, ...]]]
             found = [(f"{name}-tokens{c[0]}", c, _NORM) for c in (config(1), config(512))]
             if (head_dim, size) in NORMED_SIZES:
                 found.append((f"norm_{name}", normed_config(head_dim), ()))

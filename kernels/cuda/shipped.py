@@ -68,9 +68,9 @@ class Shipped:
         cls,
         name: str,
         kernel: Any,
-        *types: Types,
-        early: Iterable[str] = (),
-        unaligned: Iterable[str] = (),
+        *types: Mapping[Any, Iterable[str]],
+        early: Any = (),
+        unaligned: Any = (),
         **given: Any,
     ) -> Shipped:
         """What a launch with the keywords `given` compiles: constexprs, absent tensors and options.
@@ -81,7 +81,8 @@ class Shipped:
         Args:
             types: tensors that `given` says are None included; several where one dtype may be
                 another.
-            unaligned: tensors that begin anywhere.
+            early: names, as the class has them.
+            unaligned: names of tensors that begin anywhere.
         """
         parameters = inspect.signature(kernel.fn).parameters
         items = [item for part in types for item in part.items()]

@@ -61,7 +61,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
         unlike = {(tile.name, tile.splits > 1): tile for tile in tiles}
         for (tile_name, is_split), tile in unlike.items():
             for has_bias in (False, True):
-                absent = () if is_split else ("partial", "arrived")
+                absent: tuple[str, ...] = () if is_split else ("partial", "arrived")
                 absent += () if has_bias else ("bias",)
                 item = Shipped.of(
                     f"{TYPE_NAMES[dtype]}-{tile_name}{'-split' * is_split}{'-bias' * has_bias}",

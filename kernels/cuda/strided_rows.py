@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,14 +66,14 @@ def check_tensors(
     dtype: torch.dtype,
     shape: Sequence[int | str],
     *,
-    is_contiguous: bool = False,
+    is_contiguous: Any = False,
     **tensors: Tensor,
 ) -> None:
     """Raises ValueError: tensors of another dtype or shape, and rows that are not of one piece.
 
     Args:
         shape: sizes; a name is any size.
-        is_contiguous: rows lie side by side, too.
+        is_contiguous: whether rows lie side by side, too.
     """
     sizes = f"[{', '.join(map(str, shape))}]"
     needed = f"{sizes} of {dtype}, {'contiguous' if is_contiguous else 'rows of one piece'}"
