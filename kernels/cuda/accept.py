@@ -20,6 +20,7 @@ from specc.kernels.cuda.launch import is_unfiltered
 from specc.kernels.cuda.node_best import node_best
 from specc.kernels.cuda.row_filters import row_filters
 from specc.kernels.cuda.row_options import check_options
+from specc.kernels.cuda.strided_rows import check, check_tensors
 from specc.kernels.cuda.tree_context import tree_context
 from specc.kernels.cuda.tree_expand import check_logits
 from specc.sampling.rows import Rule
@@ -51,11 +52,12 @@ def accept(
     """
     check_trees("accept", logits, tokens, parents)
     batch, num_nodes = tokens.shape
-    if logits.shape[0] != tokens.numel() or not 0 <= max_depth < MAX_NODES:
-        raise ValueError(
-            f"accept: found {logits.shape[0]} rows of logits, max_depth {max_depth}; needed B * N,"
-            f" which is {tokens.numel()}, 0 … {MAX_NODES - 1}"
-        )
+    check(
+        logits.shape[0] == tokens.numel() and 0 <= max_depth < MAX_NODES,
+        "accept",
+        f"{logits.shape[0]} rows of logits, max_depth {max_depth}",
+        f"B * N, which is {tokens.numel()}, 0 … {MAX_NODES - 1}",
+    )
     check_options("accept", batch, values, words, cache_len)
     _check_columns(tokens, image, q_rows)
     check_history("accept", batch, history, block_table)
@@ -88,10 +90,9 @@ def _one_tensor(draft_logits: list[Tensor], batch: int, vocab: int) -> Tensor:
     """Rows [B * G, V] of all frontier nodes, a sequence's in the order of the list."""
     for level in draft_logits:
         check_logits(level)
-        if level.shape[0] % batch or level.shape[1] != vocab:
-            raise ValueError(
-                f"accept: found draft logits {list(level.shape)}; needed [{batch} * F, {vocab}]"
-            )
+        is_right = level.shape[0] % batch == 0 and level.shape[1] == vocab
+        found = f"draft logits {list(level.shape)}"
+        check(is_right, "accept", found, f"[{batch} * F, {vocab}]")
     if len(draft_logits) == 1:
         return draft_logits[0]
     levels = [level.unflatten(0, (batch, -1)) for level in draft_logits]
@@ -101,54 +102,23 @@ def _one_tensor(draft_logits: list[Tensor], batch: int, vocab: int) -> Tensor:
 def check_trees(operator: str, logits: Tensor, tokens: Tensor, parents: Tensor) -> None:
     """Refuse trees [B, N] that are none, and logits of another dtype or layout."""
     check_logits(logits)
-    if tokens.dim() != 2 or tokens.dtype != torch.int64 or parents.dtype != torch.int32:
-        raise ValueError(
-            f"{operator}: found tokens {list(tokens.shape)} of {tokens.dtype}, parents of"
-            f" {parents.dtype}; needed [B, N] of int64, int32"
-        )
+    check_tensors(operator, torch.int64, ("B", "N"), tokens=tokens)
+    check_tensors(operator, torch.int32, tokens.shape, parents=parents)
     num_nodes = tokens.shape[1]
-    if parents.shape != tokens.shape:
-        raise ValueError(
-            f"{operator}: found tokens {list(tokens.shape)}, parents {list(parents.shape)};"
-            " needed [B, N], [B, N]"
-        )
-    if not 1 <= num_nodes <= MAX_NODES:
-        raise ValueError(f"{operator}: found {num_nodes} nodes; needed 1 … {MAX_NODES}")
-    if num_nodes > 1 and (tokens.stride(1) != 1 or parents.stride(1) != 1):
-        raise ValueError(
-            f"{operator}: found strides {tokens.stride()} and {parents.stride()};"
-            " needed rows of one piece, (any, 1)"
-        )
+    check(1 <= num_nodes <= MAX_NODES, operator, f"{num_nodes} nodes", f"1 … {MAX_NODES}")
 
 
 def _check_columns(tokens: Tensor, image: Tensor | None, q_rows: Tensor | None) -> None:
-    batch, num_columns = tokens.shape if image is None else image.shape
     if image is not None:
-        is_dense = num_columns == 1 or image.stride(1) == 1
-        if batch != len(tokens) or image.dtype != torch.int32 or not is_dense:
-            raise ValueError(
-                f"accept: found image {list(image.shape)} of {image.dtype}, strides"
-                f" {image.stride()}; needed [{len(tokens)}, T] of int32, rows of one piece"
-            )
-    if not 1 <= num_columns <= MAX_COLUMNS:
-        raise ValueError(f"accept: found {num_columns} columns; needed 1 … {MAX_COLUMNS}")
-    if q_rows is not None and (q_rows.shape != (num_columns,) or q_rows.dtype != torch.int32):
-        raise ValueError(
-            f"accept: found q_rows {list(q_rows.shape)} of {q_rows.dtype};"
-            f" needed [{num_columns}] of int32"
-        )
+        check_tensors("accept", torch.int32, (len(tokens), "T"), image=image)
+    num_columns = (tokens if image is None else image).shape[1]
+    is_right = 1 <= num_columns <= MAX_COLUMNS
+    check(is_right, "accept", f"{num_columns} columns", f"1 … {MAX_COLUMNS}")
+    if q_rows is not None:
+        check_tensors("accept", torch.int32, (num_columns,), q_rows=q_rows)
 
 
 def check_history(operator: str, batch: int, history: Tensor, block_table: Tensor) -> None:
     """Refuse a history or a block table of another dtype or layout."""
-    for name, tensor in (("history", history), ("block_table", block_table)):
-        is_dense = tensor.dim() == 2 and (tensor.shape[1] <= 1 or tensor.stride(1) == 1)
-        if not is_dense or tensor.dtype != torch.int32:
-            raise ValueError(
-                f"{operator}: found {name} {list(tensor.shape)} of {tensor.dtype}, strides"
-                f" {tensor.stride()}; needed two dimensions of int32, rows of one piece"
-            )
-    if len(block_table) != batch:
-        raise ValueError(
-            f"{operator}: found block_table of {len(block_table)} rows; needed {batch}"
-        )
+    check_tensors(operator, torch.int32, ("blocks", "block_size"), history=history)
+    check_tensors(operator, torch.int32, (batch, "n"), block_table=block_table)

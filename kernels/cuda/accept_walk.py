@@ -19,8 +19,8 @@ from torch import Tensor
 
 from specc.kernels.cuda.accept_walk_kernels import NUM_STATES, NUM_SUMS, accept_walk_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
-from specc.kernels.cuda.row_options import Bounded
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
+from specc.kernels.cuda.strided_rows import row_strides
 from specc.kernels.cuda.tree_expand import DTYPES
 
 # parts of rows whose keys one load takes
@@ -34,8 +34,10 @@ MAX_PARTS, MAX_PROGRAMS = 32, 2048
 # passes that programs share: of a chain, which has one proposal a node, a rejection and a draw; of
 # other trees as many as most walks need
 CHAIN_ROUNDS, TREE_ROUNDS = 2, 4
-WARPS = 8
-MAX_REGISTERS = 255
+_SIZES: dict[str, Any] = {
+    "BN": NODES, "BV": BLOCK, "BQ": COUNTERS, "BP": MAX_PARTS,
+    "num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False,
+}  # fmt: skip
 
 
 def parts_of(batch: int, vocab: int) -> tuple[int, int, int]:
@@ -120,15 +122,8 @@ def accept_walk(
             path,
             num_accepted,
             output_tokens,
-            logits.stride(0),
-            tokens.stride(0),
-            parents.stride(0),
-            0 if image is None else image.stride(0),
-            0 if q_rows is None else q_rows.stride(0),
-            0 if drafts is None else drafts.stride(0),
-            values.stride(0),
-            words.stride(0),
-            cache_len.stride(0),
+            *row_strides(logits, tokens, parents, image, q_rows, drafts),
+            *row_strides(values, words, cache_len),
             vocab,
             num_nodes,
             num_columns,
@@ -141,14 +136,8 @@ def accept_walk(
             i_round,
             num_rounds,
             IS_TRIED=is_tried,
-            BN=NODES,
             BS=max(KEYS, triton.next_power_of_2(best.shape[1])),
-            BV=BLOCK,
-            BQ=COUNTERS,
-            BP=MAX_PARTS,
-            num_warps=WARPS,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=False,
+            **_SIZES,
             **launch_options(None, not is_tried),
         )
     return path, num_accepted, output_tokens
@@ -156,9 +145,15 @@ def accept_walk(
 
 # rest, tried, state, sums, part_sums, part_keys, arrived: see the kernel
 _SCRATCH = {
-    "rest": "*fp32", "tried": "*i64", "state": "*i32", "sums": "*fp32",
-    "part_sums": "*fp32", "part_keys": "*i64", "arrived": "*i32",
-}  # fmt: skip
+    torch.float32: ("rest", "sums", "part_sums"),
+    torch.int64: ("tried", "part_keys"),
+    torch.int32: ("state", "arrived"),
+}
+_TYPES = {
+    torch.int64: ("best", "tokens", "words", "output_tokens"),
+    torch.int32: ("parents", "image", "q_rows", "cache_len", "counts", "path", "num_accepted"),
+    torch.float32: ("target_stats", "draft_stats", "values"),
+}
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -175,42 +170,16 @@ def shipped(capability: int) -> Iterator[Shipped]:
     for item in found:
         yield from with_dependent(item, capability, None, is_able=False)
     # rows that follow the best tokens do not look at logits
-    absent = ("logits", "target_stats", "image", *of_drafts, *_SCRATCH)
+    scratch = (name for names in _SCRATCH.values() for name in names)
+    absent = ("logits", "target_stats", "image", *of_drafts, *scratch)
     for item in _shipped("best", torch.bfloat16, absent):
         yield from with_dependent(item, capability, None)
 
 
 def _shipped(name: str, dtype: torch.dtype, absent: Sequence[str]) -> Iterator[Shipped]:
-    pointers = {
-        **dict.fromkeys(("logits", "drafts"), f"*{TYPE_NAMES[dtype]}"),
-        **dict.fromkeys(("best", "tokens", "words", "output_tokens"), "*i64"),
-        **dict.fromkeys(("parents", "image", "q_rows", "cache_len", "counts"), "*i32"),
-        **dict.fromkeys(("path", "num_accepted"), "*i32"),
-        **dict.fromkeys(("target_stats", "draft_stats", "values"), "*fp32"),
-        **_SCRATCH,
-    }
-    pointers = {name: kind for name, kind in pointers.items() if name not in absent}
-    strides = ("row", "token", "parent", "image", "q", "draft", "value", "word", "len")
-    counts = ("num_nodes", "num_columns", "num_drafts", "max_depth", "num_keys")
-    rounds = ("num_parts", "num_blocks", "all_blocks", "i_round", "num_rounds")
-    constexprs: dict[str, Any] = {
-        **dict.fromkeys(absent),
-        "IS_TRIED": "rest" in pointers,
-        "BN": NODES, "BS": KEYS, "BV": BLOCK, "BQ": COUNTERS, "BP": MAX_PARTS,
-    }  # fmt: skip
-    item = Bounded(
-        name=f"walk-{name}",
-        kernel=accept_walk_kernel,
-        signature={
-            **pointers,
-            **dict.fromkeys((f"{name}_stride" for name in strides), "i32"),
-            **dict.fromkeys(("vocab", *counts, *rounds), "i32"),
-        },
-        constexprs=constexprs,
-        num_warps=WARPS,
-        num_stages=3,
-        max_registers=MAX_REGISTERS,
-        # a root is the last column of a step's tokens: not aligned
-        divisible=(*(x for x in pointers if x != "tokens"), "row_stride", "vocab"),
-    )
+    item = Shipped.of(
+        f"walk-{name}",
+        accept_walk_kernel, {dtype: ("logits", "drafts")}, _TYPES, _SCRATCH,
+        IS_TRIED="rest" not in absent, BS=KEYS, **_SIZES, **dict.fromkeys(absent),
+    )  # fmt: skip
     return with_any_vocab(item)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.strided_rows import check, check_tensors, row_strides
 from specc.speculation.tree import MAX_NODES
 
 
@@ -82,9 +83,7 @@ def accept_winners(
         path,
         num_accepted,
         output_tokens,
-        winners.stride(0),
-        tokens.stride(0),
-        parents.stride(0),
+        *row_strides(winners, tokens, parents),
         num_nodes,
         max_depth,
         BN=triton.next_power_of_2(num_nodes),
@@ -95,44 +94,23 @@ def accept_winners(
 
 
 def _check_trees(winners: Tensor, tokens: Tensor, parents: Tensor, max_depth: int) -> None:
-    dtypes = (winners.dtype, tokens.dtype, parents.dtype)
-    if tokens.dim() != 2 or dtypes != (torch.int64, torch.int64, torch.int32):
-        raise ValueError(
-            f"accept_winners: found winners of {winners.dtype}, tokens {list(tokens.shape)} of"
-            f" {tokens.dtype}, parents of {parents.dtype}; needed [B, N] of int64, int64, int32"
-        )
-    if not winners.shape == tokens.shape == parents.shape:
-        raise ValueError(
-            f"accept_winners: found winners {list(winners.shape)}, tokens {list(tokens.shape)},"
-            f" parents {list(parents.shape)}; needed [B, N] of each"
-        )
+    check_tensors("accept_winners", torch.int64, ("B", "N"), tokens=tokens)
+    check_tensors("accept_winners", torch.int64, tokens.shape, winners=winners)
+    check_tensors("accept_winners", torch.int32, tokens.shape, parents=parents)
     num_nodes = tokens.shape[1]
-    if not 1 <= num_nodes <= MAX_NODES or not 0 <= max_depth < MAX_NODES:
-        raise ValueError(
-            f"accept_winners: found {num_nodes} nodes, max_depth {max_depth}; needed 1 …"
-            f" {MAX_NODES}, 0 … {MAX_NODES - 1}"
-        )
-    if num_nodes > 1 and not winners.stride(1) == tokens.stride(1) == parents.stride(1) == 1:
-        raise ValueError(
-            f"accept_winners: found strides {winners.stride()}, {tokens.stride()} and"
-            f" {parents.stride()}; needed rows of one piece, (any, 1)"
-        )
+    check(
+        1 <= num_nodes <= MAX_NODES and 0 <= max_depth < MAX_NODES,
+        "accept_winners",
+        f"{num_nodes} nodes, max_depth {max_depth}",
+        f"1 … {MAX_NODES}, 0 … {MAX_NODES - 1}",
+    )
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: integers alone."""
+    types = {torch.int64: ("winners", "tokens", "output_tokens")}
+    types |= {torch.int32: ("parents", "path", "num_accepted")}
     for block_n, block_d in ((1, 1), (8, 8), (32, 8), (64, 8), (256, 16), (1024, 64), (1024, 1024)):
-        yield Shipped(
-            name=f"walk-nodes{block_n}-depth{block_d}",
-            kernel=walk_kernel,
-            signature={
-                **dict.fromkeys(("winners", "tokens", "output_tokens"), "*i64"),
-                **dict.fromkeys(("parents", "path", "num_accepted"), "*i32"),
-                **dict.fromkeys(("winner_stride", "token_stride", "parent_stride"), "i32"),
-                **dict.fromkeys(("num_nodes", "max_depth"), "i32"),
-            },
-            constexprs={"BN": block_n, "BD": block_d},
-            num_warps=walk_warps(block_n),
-            num_stages=3,
-            divisible=("winners", "tokens", "parents", "path", "num_accepted", "output_tokens"),
-        )
+        name = f"walk-nodes{block_n}-depth{block_d}"
+        sizes = {"BN": block_n, "BD": block_d, "num_warps": walk_warps(block_n)}
+        yield Shipped.of(name, walk_kernel, types, **sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -16,23 +16,14 @@ from specc.kernels.reference.fused import ACTIVATIONS, GATE_LIMIT, GATE_SHARPNES
 LIMIT = tl.constexpr(GATE_LIMIT)
 SHARPNESS = tl.constexpr(GATE_SHARPNESS)
 
-
-@dataclass(frozen=True)
-class ActAndMulConfig:
-    """Rows and columns of a program, and its warps."""
-
-    block_r: int
-    block_i: int
-    num_warps: int
-
-
 # 8 elements a thread; narrow layers, as of experts, share a program
-_CONFIGS = {
-    block_i: ActAndMulConfig(1024 // block_i, block_i, 4) for block_i in (64, 128, 256, 512, 1024)
+_CONFIGS: dict[int, dict[str, Any]] = {
+    block_i: {"BLOCK_R": 1024 // block_i, "BLOCK_I": block_i, "num_warps": 4, "num_stages": 1}
+    for block_i in (64, 128, 256, 512, 1024)
 }
 
 
-def config(size: int) -> ActAndMulConfig:
+def config(size: int) -> dict[str, Any]:
     """Launch parameters for results of `size` columns, on every device and for every dtype."""
     return _CONFIGS[min(1024, max(64, triton.next_power_of_2(size)))]
 
@@ -58,29 +49,19 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration and activation; the same for all capabilities."""
     for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
         for item in _CONFIGS.values():
             for activation in ACTIVATIONS:
-                yield Shipped(
-                    name=f"{pointer[1:]}-{activation}-i{item.block_i}",
-                    kernel=_act_and_mul_kernel,
-                    signature=dict.fromkeys(("gate_up", "out"), pointer)
-                    | dict.fromkeys(("num_rows", "num_inner", "size", "outer", "inner"), "i32"),
-                    constexprs={
-                        "ACTIVATION": activation,
-                        "BLOCK_R": item.block_r,
-                        "BLOCK_I": item.block_i,
-                    },
-                    num_warps=item.num_warps,
-                    num_stages=1,
-                    divisible=("gate_up", "out", "size", "outer", "inner"),
-                )
+                yield Shipped.of(
+                    f"{TYPE_NAMES[dtype]}-{activation}-i{item['BLOCK_I']}",
+                    _act_and_mul_kernel, {dtype: ("gate_up", "out")},
+                    ACTIVATION=activation, **item,
+                )  # fmt: skip
 
 
 def _launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
     size = out.shape[-1]
     rows, item = rows_of(gate_up), config(size)
-    grid = (triton.cdiv(rows.num_rows, item.block_r), triton.cdiv(size, item.block_i))
+    grid = (triton.cdiv(rows.num_rows, item["BLOCK_R"]), triton.cdiv(size, item["BLOCK_I"]))
     _act_and_mul_kernel[grid](
         rows.tensors[0],
         out,
@@ -89,10 +70,7 @@ def _launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
         size,
         *rows.strides[0],
         ACTIVATION=activation,
-        BLOCK_R=item.block_r,
-        BLOCK_I=item.block_i,
-        num_warps=item.num_warps,
-        num_stages=1,
+        **item,
     )
 
 

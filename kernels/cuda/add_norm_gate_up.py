@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from specc.kernels.cuda.act_and_mul import act_and_mul, activate
+from specc.kernels.cuda.act_and_mul import act_and_mul
 from specc.kernels.cuda.add_norm_fragments import by_fragments
-from specc.kernels.cuda.dependent import (
-    ask_and_wait,
-    launch_options,
-    let_next_start,
-    with_dependent,
-)
-from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
-from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
-from specc.kernels.cuda.few_rows_tiles import TILES, Tile
+from specc.kernels.cuda.add_norm_linear import launch, shipped_gated
+from specc.kernels.cuda.few_rows import check_product, tile_for
 from specc.kernels.cuda.rms_norm import add_rms_norm
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.kernels.cuda.strided_rows import FLOATS, check
+from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.strided_rows import check
 from specc.kernels.reference.fused import ACTIVATIONS
 
 NAME = "add_norm_gate_up"
@@ -56,96 +47,10 @@ def add_norm_gate_up(
         return act_and_mul(functional.linear(normed, weight), activation), total
     out, total = x.new_empty(*x.shape[:-1], weight.shape[0] // 2), x.new_empty(x.shape)
     if x.numel():
-        _launch(*operands, activation, out, total, tile)
+        launch(tile, *operands, out, total=total, activation=activation)
     return out, total
-
-
-def _launch(
-    x: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    activation: str,
-    out: Tensor,
-    total: Tensor,
-    tile: Tile,
-) -> None:
-    x, residual = in_rows(x), in_rows(residual)
-    size = weight.shape[0] // 2
-    _add_norm_gate_up_kernel[(triton.cdiv(size, tile.block_n),)](
-        x, residual, gamma, weight, out, total,
-        x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
-        ACTIVATION=activation,
-        **tile.sizes,
-        BT=BLOCK_TOTAL,
-        COPIES=tile.copies(gamma.dtype),
-        PRECISION=precision(x.dtype),
-        **launch_options(x.dtype, tile.starts_early),
-        **tile.options,
-    )  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile and activation."""
-    given = ("x", "residual", "gamma", "weight", "out", "total")
-    for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
-        for tile in TILES[dtype]:
-            for activation in ACTIVATIONS:
-                item = Shipped(
-                    name=f"{pointer[1:]}-{activation}-{tile.name}",
-                    kernel=_add_norm_gate_up_kernel,
-                    signature=dict.fromkeys(given, pointer)
-                    | dict.fromkeys(("num_rows", "size", "K"), "i32")
-                    | {"eps": "fp32", "offset": "fp32"},
-                    constexprs={"ACTIVATION": activation, "PRECISION": precision(dtype)}
-                    | tile.sizes
-                    | {"BT": BLOCK_TOTAL, "COPIES": tile.copies(dtype)},
-                    **tile.options,
-                    divisible=(*given, "size", "K"),
-                )
-                yield from with_dependent(item, capability, dtype)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_norm_gate_up_kernel(
-    x,
-    residual,
-    gamma,
-    weight,
-    out,
-    total,
-    num_rows,
-    size,
-    K,
-    eps,
-    offset,
-    ACTIVATION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    FORM: tl.constexpr,
-    STAGES: tl.constexpr,
-    BT: tl.constexpr,
-    COPIES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
-    i_n = tl.program_id(0)
-    o_i = i_n * BN + tl.arange(0, BN)
-    o_gate = tl.minimum(o_i, size - 1)
-    ask_and_wait(weight, o_gate, o_gate + size, K, IS_DEPENDENT)
-    o_r = tl.arange(0, BM)
-    m_r = o_r < num_rows
-    b_gate, b_up = normed_pair(
-        x, residual, gamma, weight, o_r, m_r, o_gate, o_gate + size,
-        K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,
-    )  # fmt: skip
-    let_next_start(IS_DEPENDENT)
-    b_out = activate(b_gate, ACTIVATION) * b_up
-    o_m = tl.arange(0, BM)[:, None]
-    m_out = (o_m < num_rows) & (o_i < size)[None, :]
-    tl.store(out + o_m * size + o_i[None, :], b_out.to(out.dtype.element_ty), mask=m_out)
-    store_sum(x, residual, total, o_r, m_r, num_rows, K, i_n, tl.num_programs(0), BM, BT)
+    return shipped_gated(capability)

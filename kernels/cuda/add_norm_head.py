@@ -9,24 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from specc.kernels.cuda.add_norm_linear import store_pair
-from specc.kernels.cuda.dependent import (
-    ask_and_wait,
-    launch_options,
-    let_next_start,
-    with_dependent,
-)
-from specc.kernels.cuda.few_rows import check_product, in_rows, precision, tile_for
-from specc.kernels.cuda.few_rows_loops import looked_up, normed_pair
-from specc.kernels.cuda.few_rows_tiles import TILES
+from specc.kernels.cuda.add_norm_linear import launch, shipped_linear
+from specc.kernels.cuda.few_rows import check_product, tile_for
 from specc.kernels.cuda.rms_norm import add_rms_norm
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.kernels.cuda.strided_rows import FLOATS, check
+from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.strided_rows import check
 
 NAME = "add_norm_head"
 
@@ -55,81 +45,12 @@ def add_norm_head(
     if tile is None:
         normed, _ = add_rms_norm(x, residual, gamma, eps, unit_offset)
         return functional.linear(normed.index_select(-2, rows), weight, bias)
-    size = weight.shape[0]
-    out = x.new_empty(*x.shape[:-2], rows.shape[0], size)
+    out = x.new_empty(*x.shape[:-2], rows.shape[0], weight.shape[0])
     if out.numel():
-        x, residual = in_rows(x), in_rows(residual)
-        _add_norm_head_kernel[(triton.cdiv(size, 2 * tile.block_n),)](
-            x, residual, gamma, weight, bias, rows, out,
-            rows.shape[0], x.shape[0], size, x.shape[1], float(eps), float(unit_offset),
-            **tile.sizes,
-            COPIES=tile.copies(gamma.dtype),
-            PRECISION=precision(x.dtype),
-            **launch_options(x.dtype, tile.starts_early),
-            **tile.options,
-        )  # fmt: skip
+        launch(tile, x, residual, gamma, eps, unit_offset, weight, out, bias=bias, rows=rows)
     return out
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile, with and without a bias."""
-    for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
-        for tile in TILES[dtype]:
-            for has_bias in (False, True):
-                biases = ("bias",) if has_bias else ()
-                given = ("x", "residual", "gamma", "weight", "out", *biases)
-                item = Shipped(
-                    name=f"{pointer[1:]}-{tile.name}{'-bias' if has_bias else ''}",
-                    kernel=_add_norm_head_kernel,
-                    signature=dict.fromkeys(given, pointer)
-                    | {"rows": "*i64"}
-                    | dict.fromkeys(("num_rows", "num_tokens", "size", "K"), "i32")
-                    | {"eps": "fp32", "offset": "fp32"},
-                    constexprs=({} if has_bias else {"bias": None})
-                    | tile.sizes
-                    | {"COPIES": tile.copies(dtype)}
-                    | {"PRECISION": precision(dtype)},
-                    **tile.options,
-                    divisible=(*given, "rows", "K"),
-                )
-                yield from with_dependent(item, capability, dtype)
-
-
-# vocabularies are odd as often as not, and columns of the result are stored one by one anyway
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "size"])
-def _add_norm_head_kernel(
-    x,
-    residual,
-    gamma,
-    weight,
-    bias,
-    rows,
-    out,
-    num_rows,
-    num_tokens,
-    size,
-    K,
-    eps,
-    offset,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    FORM: tl.constexpr,
-    STAGES: tl.constexpr,
-    COPIES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
-    o_a = tl.program_id(0) * 2 * BN + tl.arange(0, BN)
-    o_b = o_a + BN
-    last = size - 1
-    o_wa, o_wb = tl.minimum(o_a, last), tl.minimum(o_b, last)
-    ask_and_wait(weight, o_wa, o_wb, K, IS_DEPENDENT)
-    o_r, m_r = looked_up(rows, 1, num_rows, num_tokens, BM)
-    b_a, b_b = normed_pair(
-        x, residual, gamma, weight, o_r, m_r, o_wa, o_wb,
-        K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,
-    )  # fmt: skip
-    let_next_start(IS_DEPENDENT)
-    store_pair(b_a, b_b, bias, out, o_a, o_b, num_rows, size, BM)
+    return shipped_linear(capability, ("residual",), size=None, total=None)

@@ -6,8 +6,9 @@ q come first, then those of k and of v, which go to the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,31 +18,34 @@ from specc.kernels.cuda.dependent import (
     ask_and_wait,
     launch_options,
     let_next_start,
-    with_dependent,
 )
-from specc.kernels.cuda.few_rows import BLOCK_TOTAL, check_product, in_rows, precision, tile_for
-from specc.kernels.cuda.few_rows_loops import normed_pair, store_sum
-from specc.kernels.cuda.few_rows_tiles import TILES
+from specc.kernels.cuda.few_rows import (
+    BLOCK_TOTAL,
+    check_product,
+    in_rows,
+    normed_options,
+    shipped_normed,
+    tile_for,
+)
+from specc.kernels.cuda.few_rows_loops import looked_up, normed_pair, store_sum
+from specc.kernels.cuda.few_rows_tiles import TILES, Tile
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.rope_write import rope_write
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.shipped import Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.cuda.write_kv import cache_rows, check_cache
 
 NAME = "add_norm_rope_write"
 # sequences that one step of the search looks at
 SEARCH = 16
-COUNTS: tuple[str, ...] = (
-    "num_rows",
-    "num_seqs",
-    "num_heads",
-    "num_kv_heads",
-    "num_blocks",
-    "num_pages",
-)
-COUNTS += ("block_size", "stride_table")
-STRIDES: tuple[str, ...] = ("stride_cos", "stride_sin", "stride_kcb", "stride_kcs", "stride_kch")
-STRIDES += ("stride_vcb", "stride_vcs", "stride_vch")
+COUNTS = (
+    "num_rows", "num_seqs", "num_heads", "num_kv_heads", "num_blocks", "num_pages", "block_size",
+    "stride_table",
+)  # fmt: skip
+STRIDES = (
+    "stride_cos", "stride_sin", "stride_kcb", "stride_kcs", "stride_kch", "stride_vcb",
+    "stride_vcs", "stride_vch",
+)  # fmt: skip
 
 
 def add_norm_rope_write(
@@ -61,38 +65,68 @@ def add_norm_rope_write(
     block_table: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See `add_norm_rope_write_reference`."""
+    places = cos, sin, k_cache, v_cache, q_start, slot, block_table
     check_product(NAME, x, residual, gamma, weight, bias)
-    num_tokens = x.shape[:-1].numel()
-    num_heads, kv_heads, head_dim = heads_of(NAME, num_tokens, weight, k_cache, slot)
-    tile = tile_for(NAME, num_tokens, weight)
+    tile = tile_for(NAME, x.shape[:-1].numel(), weight)
     if tile is None:
         normed, total = add_rms_norm(x, residual, gamma, eps, unit_offset)
-        y = functional.linear(normed, weight, bias)
-        heads = y.view(num_tokens, -1, head_dim).transpose(0, 1)
-        q, k, v = heads.split([num_heads, kv_heads, kv_heads])
-        places = (k_cache, v_cache, q_start, slot, block_table)
-        return rope_write(q, k, v, cos, sin, *places), total
-    out, total = x.new_empty(num_tokens, num_heads, head_dim), x.new_empty(x.shape)
-    check_places(NAME, x, cos, sin, k_cache, v_cache, q_start, slot, block_table)
-    if x.numel():
-        rows, (num_blocks, block_size) = in_rows(x), k_cache.shape[:2]
-        num_seqs, num_pages = block_table.shape
+        return in_launches(NAME, normed, weight, bias, *places), total
+    total = x.new_empty(x.shape)
+    norm = gamma, float(eps), float(unit_offset)
+    rows = None, in_rows(x), in_rows(residual)
+    return in_one_launch(NAME, tile, rows, norm, weight, bias, total, *places), total
+
+
+def in_launches(
+    operator: str, normed: Tensor, weight: Tensor, bias: Tensor | None, *places: Tensor
+) -> Tensor:
+    """Product, rotation and write, each by itself; see `rope_write`."""
+    num_tokens, (_, _, k_cache, _, _, slot, _) = normed.shape[:-1].numel(), places
+    num_heads, kv_heads, head_dim = heads_of(operator, num_tokens, weight, k_cache, slot)
+    y = functional.linear(normed, weight, bias).view(num_tokens, -1, head_dim)
+    q, k, v = y.transpose(0, 1).split([num_heads, kv_heads, kv_heads])
+    return rope_write(q, k, v, *places)
+
+
+def in_one_launch(
+    operator: str,
+    tile: Tile,
+    rows: tuple[Tensor | None, Tensor, Tensor | None],
+    norm: tuple[Tensor, float, float],
+    weight: Tensor,
+    bias: Tensor | None,
+    total: Tensor,
+    *places: Tensor,
+) -> Tensor:
+    """Norm, product, rotation and write.
+
+    Args:
+        rows: tokens and the embedding that they name rows of; or None, x and its residual.
+        norm: gamma, eps, and what is added to gamma.
+        total: [..., K], which gets the rows that are normalized.
+        places: as of `rope_write`.
+    """
+    (tokens, x, residual), (gamma, eps, offset) = rows, norm
+    cos, sin, k_cache, v_cache, _, slot, block_table = places
+    num_tokens = total.shape[:-1].numel()
+    num_heads, kv_heads, head_dim = heads_of(operator, num_tokens, weight, k_cache, slot)
+    check_places(operator, total, *places)
+    out = x.new_empty(num_tokens, num_heads, head_dim)
+    if total.numel():
         per_head = triton.cdiv(head_dim // 2, tile.block_n)
         _add_norm_rope_write_kernel[((num_heads + 2 * kv_heads) * per_head,)](
-            rows, in_rows(residual), gamma, weight, bias, cos, sin, k_cache, v_cache,
-            q_start, slot, block_table, out, total,
-            num_tokens, num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,
-            block_table.stride(0), head_dim, rows.shape[1], float(eps), float(unit_offset),
+            tokens, x, residual, gamma, weight, bias, *places, out, total,
+            num_tokens, block_table.shape[0], num_heads, kv_heads,
+            k_cache.shape[0], block_table.shape[1], k_cache.shape[1], block_table.stride(0),
+            *((None, None) if tokens is None else (x.shape[0], tokens.stride(0))),
+            head_dim, x.shape[1], eps, offset,
             cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
-            **tile.sizes,
             BT=BLOCK_TOTAL,
-            COPIES=tile.copies(gamma.dtype),
             BB=SEARCH,
-            PRECISION=precision(x.dtype),
+            **normed_options(tile, x.dtype, gamma.dtype),
             **launch_options(x.dtype, tile.starts_early),
-            **tile.options,
         )  # fmt: skip
-    return out.transpose(0, 1), total
+    return out.transpose(0, 1)
 
 
 def heads_of(
@@ -142,34 +176,31 @@ def check_places(
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile, with and without a bias."""
-    for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
-        for tile in TILES[dtype]:
-            for has_bias in (False, True):
-                given = ("x", "residual", "gamma", "weight", "cos", "sin", "k_cache", "v_cache")
-                given += ("out", "total", *(("bias",) if has_bias else ()))
-                places = ("q_start", "slot", "block_table")
-                item = Shipped(
-                    name=f"{pointer[1:]}-{tile.name}{'-bias' if has_bias else ''}",
-                    kernel=_add_norm_rope_write_kernel,
-                    signature=dict.fromkeys(given, pointer)
-                    | dict.fromkeys(places, "*i32")
-                    | dict.fromkeys((*COUNTS, "D", "K", *STRIDES), "i32")
-                    | {"eps": "fp32", "offset": "fp32"},
-                    constexprs=({} if has_bias else {"bias": None})
-                    | tile.sizes
-                    | {"BT": BLOCK_TOTAL, "COPIES": tile.copies(dtype)}
-                    | {"BB": SEARCH, "PRECISION": precision(dtype)},
-                    **tile.options,
-                    divisible=(*given, *places, "D", "K", *STRIDES),
-                )
-                yield from with_dependent(item, capability, dtype)
+    absent = dict.fromkeys(("tokens", "num_embeddings", "token_stride"))
+    return shipped_in_one_launch(capability, TILES, ("residual",), **absent)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+def shipped_in_one_launch(
+    capability: int,
+    tiles: Mapping[torch.dtype, Iterable[Tile]],
+    rows: Sequence[str],
+    **absent: None,
+) -> Iterator[Shipped]:
+    """Configurations with some of the arguments, as `shipped_normed` has them."""
+    types = {torch.int32: ("q_start", "slot", "block_table"), torch.int64: ("tokens",)}
+    rows = (*rows, "cos", "sin", "k_cache", "v_cache", "total")
+    return shipped_normed(
+        _add_norm_rope_write_kernel, capability, tiles, rows, types,
+        BT=BLOCK_TOTAL, BB=SEARCH, **absent,
+    )  # fmt: skip
+
+
+# the last tokens of sequences lie apart, and start where they will: nothing is known of them
+@triton.jit(do_not_specialize=[*COUNTS, "num_embeddings", "token_stride", "tokens"])
 def _add_norm_rope_write_kernel(
+    tokens,  # [num_rows] rows of x, or none: all of them
     x,
-    residual,
+    residual,  # like x, or none
     gamma,
     weight,
     bias,
@@ -190,6 +221,8 @@ def _add_norm_rope_write_kernel(
     num_pages,
     block_size,
     stride_table,
+    num_embeddings,  # rows of x; none without tokens, like the next
+    token_stride,
     D,
     K,
     eps,
@@ -216,8 +249,11 @@ def _add_norm_rope_write_kernel(
     i_n = tl.program_id(0)
     i_h, o_d, o_a = head_columns(i_n, D, BN)
     ask_and_wait(weight, o_a, o_a + D // 2, K, IS_DEPENDENT)
-    o_r = tl.arange(0, BM)
-    m_r = o_r < num_rows
+    if tokens is None:
+        o_r = tl.arange(0, BM)
+        m_r = o_r < num_rows
+    else:
+        o_r, m_r = looked_up(tokens, token_stride, num_rows, num_embeddings, BM)
     b_a, b_b = normed_pair(
         x, residual, gamma, weight, o_r, m_r, o_a, o_a + D // 2,
         K, eps, offset, BM, BN, BK, COPIES, PRECISION, FORM, STAGES,

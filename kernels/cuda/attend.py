@@ -18,15 +18,12 @@ from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda import attend_few, attend_wide
 from specc.kernels.cuda.attend_call import (
     DTYPES,
-    NOTHING_BESIDE,
-    PLACES,
+    ROWS,
     SEARCH,
-    SHIPPED_PAGES,
-    STRIDES,
     AttendCall,
     padded,
-    page_rows,
-    signature,
+    shipped_shapes,
+    types_of,
 )
 from specc.kernels.cuda.attend_config import AttendConfig, config, for_chunks, machine
 from specc.kernels.cuda.attend_kernels import attend_kernel
@@ -34,6 +31,7 @@ from specc.kernels.cuda.attend_visits import NO_WINDOW
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.kv_quantized import check_words
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.strided_rows import check
 from specc.kernels.reference.kv_rows import columns_of
 
 MAX_HEAD_DIM = 256
@@ -44,49 +42,20 @@ LARGEST_DEPENDENT = 64
 _DEPENDENT_HEAD_DIMS = (64, 128)
 
 
-def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_start: Tensor,
-    position: Tensor,
-    slot: Tensor,
-    cache_len: Tensor,
-    ancestors: Tensor | None,
-    block_table: Tensor,
-    sink_logits: Tensor | None = None,
-    slopes: Tensor | None = None,
-    *,
-    scale: float,
-    window: int = 0,
-    sink: int = 0,
-    softcap: float = 0.0,
-    rounds_bias: bool = False,
-    chunk: int = 0,
-    num_splits: int | None = None,
-) -> Tensor:
-    """Attend to prefix and tree ancestors in the cache; see `attend_reference`.
-
-    `num_splits` is the number of splits of the keys of every tile; None: chosen on the device, by
-    lengths.
-    """
-    call = AttendCall(
-        q, k_cache, v_cache, columns_of(v_cache), q_start, position, slot, cache_len, ancestors,
-        block_table, scale, window, sink, num_splits, sink_logits, softcap, slopes, rounds_bias,
-        chunk,
-    )  # fmt: skip
+def attend(*tensors: Tensor | None, **options: Any) -> Tensor:
+    """Attend to prefix and tree ancestors in the cache; see `attend_reference` and `AttendCall`."""
+    call = AttendCall.of(*tensors, **options)
     check_heads(call)
-    out = q.new_empty(call.num_tokens, call.num_heads, call.value_dim)
+    out = call.q.new_empty(call.num_tokens, call.num_heads, call.value_dim)
     if call.num_tokens == 0 or call.num_seqs == 0:
         return out.zero_().transpose(0, 1)
 
-    capability, num_sms = machine(q.device)
-    found = q, v_cache, block_table, window, capability
-    if slopes is not None or chunk:
+    capability, num_sms = machine(call.q.device)
+    if call.slopes is not None or call.chunk:
         _launch(call, out, capability, num_sms)
-    elif (wide := attend_wide.find(*found)) is not None:
+    elif (wide := attend_wide.find(call, capability)) is not None:
         attend_wide.launch(wide, call, out, num_sms)
-    elif (few := attend_few.find(*found)) is not None:
+    elif (few := attend_few.find(call, capability)) is not None:
         attend_few.launch(few, call, out, num_sms)
     else:
         _launch(call, out, capability, num_sms)
@@ -95,15 +64,10 @@ def attend(
 
 def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> None:
     """Launch the kernel for all batches; `out` [Nt, H, DV] is written."""
-    beside: dict[str, Any] = dict(call.beside)
-    if call.slopes is not None:
-        beside |= {"slopes": call.slopes, "ROUNDS": call.rounds_bias}
-    if call.chunk:
-        beside["CHUNK"] = call.chunk
     rows, dtype = call.mean_rows, call.q.dtype
     is_quantized = holds_quantized(call.k_cache.dtype)
     c = config(dtype, max(call.head_dim, call.value_dim), rows, capability, is_quantized)
-    c = for_chunks(c) if "CHUNK" in beside else c
+    c = for_chunks(c) if call.chunk else c
     work = call.plan(c, num_sms, is_prompt=rows > LARGEST_DECODE)
     num_parts = call.num_kv_heads * work.num_parts
     can_start_early = rows <= LARGEST_DEPENDENT and call.head_dim in _DEPENDENT_HEAD_DIMS
@@ -118,7 +82,7 @@ def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> Non
         PAGE=call.page(c.block_n),
         IS_TREE=call.ancestors is not None,
         **launch_options(dtype, can_start_early),
-        **beside,
+        **call.all_beside,
         **c.options,
     )  # fmt: skip
 
@@ -144,104 +108,55 @@ def check_heads(call: AttendCall) -> None:
     """Refuse what kernels for heads of keys and values would misread."""
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     is_known = k_cache.dtype == q.dtype or holds_quantized(k_cache.dtype)
-    if not is_known or k_cache.dtype != v_cache.dtype or q.dtype not in DTYPES:
-        raise ValueError(
-            f"attend: found q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype};"
-            f" needed one dtype of {', '.join(map(str, DTYPES))}, or quantized rows in both caches"
-        )
-    if columns_of(k_cache) != call.head_dim or v_cache.shape[:3] != k_cache.shape[:3]:
-        raise ValueError(
-            f"attend: found q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache"
-            f" {tuple(v_cache.shape)}; needed [H, Nt, D], [blocks, block_size, HK, D] and"
-            " [blocks, block_size, HK, DV]"
-        )
+    check(
+        is_known and k_cache.dtype == v_cache.dtype and q.dtype in DTYPES,
+        "attend",
+        f"q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}",
+        f"one dtype of {', '.join(map(str, DTYPES))}, or quantized rows in both caches",
+    )
+    check(
+        columns_of(k_cache) == call.head_dim and v_cache.shape[:3] == k_cache.shape[:3],
+        "attend",
+        f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}",
+        "[H, Nt, D], [blocks, block_size, HK, D] and [blocks, block_size, HK, DV]",
+    )
     for size in (call.head_dim, call.value_dim):
-        if size % 8 or not 0 < size <= MAX_HEAD_DIM:
-            raise ValueError(
-                f"attend: found head size {size}; needed a multiple of 8 up to {MAX_HEAD_DIM}"
-            )
-    if call.num_kv_heads == 0 or call.num_heads % call.num_kv_heads:
-        raise ValueError(
-            f"attend: found {call.num_heads} query heads on {call.num_kv_heads} KV heads; needed a"
-            " multiple"
-        )
-    if call.chunk < 0:
-        raise ValueError(f"attend: found a chunk of {call.chunk}; needed 0 or more positions")
+        is_right = size % 8 == 0 and 0 < size <= MAX_HEAD_DIM
+        check(is_right, "attend", f"head size {size}", f"a multiple of 8 up to {MAX_HEAD_DIM}")
+    is_right = call.num_kv_heads > 0 and call.num_heads % call.num_kv_heads == 0
+    found = f"{call.num_heads} query heads on {call.num_kv_heads} KV heads"
+    check(is_right, "attend", found, "a multiple")
+    check(call.chunk >= 0, "attend", f"a chunk of {call.chunk}", "0 or more positions")
     check_words("attend", {"k_cache": k_cache, "v_cache": v_cache})
     call.check_places()
 
 
 # what engines are built with
 _SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)
-_POINTERS = ("q", "k_cache", "v_cache", "out", "partial", "lse", "arrived", *PLACES)
 # older than the keys that the kernel before writes: it finds its places by them
 _EARLY = ("q_start", "position", "slot", "cache_len")
-_INTEGERS = (
-    "window", "sink", "num_tokens", "num_seqs", "num_heads", "group", "num_words",
-    "num_blocks", "num_pages", "block_size", "tokens_each", "num_splits", "slots",
-    "waves", "num_parts", "stride_table", "stride_words", *STRIDES,
-)  # fmt: skip
 
 
-def shipped(capability: int) -> Iterator[Shipped]:
-    """Every configuration that engines without chunks launch on a capability."""
-    yield from _shipped(capability, 0)
+def shipped(capability: int, chunk: int = 0, is_quantized: bool = False) -> Iterator[Shipped]:
+    """Every configuration that engines launch on a capability.
 
-
-def in_chunks(capability: int, chunk: int) -> Iterator[Shipped]:
-    """What engines with chunks of so many positions launch beside; by the names of `shipped`."""
-    yield from _shipped(capability, chunk)
-
-
-def in_quantized(capability: int) -> Iterator[Shipped]:
-    """What engines whose caches are quantized launch instead, but for the types of caches."""
-    yield from _shipped(capability, 0, is_quantized=True)
-
-
-def _shipped(capability: int, chunk: int, is_quantized: bool = False) -> Iterator[Shipped]:
+    Args:
+        chunk: positions of the chunks that layers of an engine have; 0 is none.
+        is_quantized: of engines whose caches are, but for the types of caches.
+    """
     for dtype in DTYPES:
         for head_dim in _SHIPPED_HEAD_DIMS:
             sizes = (1, 32, LARGEST_DEPENDENT)
             few = {config(dtype, head_dim, rows, capability, is_quantized) for rows in sizes}
             configs = few | {config(dtype, head_dim, 4096, capability, is_quantized)}
             for c in sorted(configs, key=lambda c: c.block_m):
-                # where key blocks are no longer than pages, paged and dense caches are the same
-                for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
-                    for is_tree in (True, False):
-                        item = _shipped_attend(
-                            dtype, head_dim, c, page, is_tree, chunk, is_quantized
-                        )
-                        is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
-                        yield from with_dependent(item, capability, dtype, is_able)
-
-
-def _shipped_attend(
-    dtype: torch.dtype,
-    head_dim: int,
-    c: AttendConfig,
-    page: int,
-    is_tree: bool,
-    chunk: int,
-    is_quantized: bool,
-) -> Shipped:
-    name = TYPE_NAMES[dtype]
-    c = for_chunks(c) if chunk else c
-    return Shipped(
-        f"attend-{name}-d{head_dim}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
-        attend_kernel,
-        {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
-        {
-            **_sizes(dtype, head_dim, head_dim, c, is_quantized),
-            "PAGE": page,
-            "IS_TREE": is_tree,
-            **NOTHING_BESIDE,
-            "slopes": None,
-            "ROUNDS": False,
-            "CHUNK": chunk,
-        },
-        c.num_warps,
-        c.num_stages,
-        (*_POINTERS, *STRIDES),
-        c.max_registers,
-        early=_EARLY,
-    )
+                launched = for_chunks(c) if chunk else c
+                for name, shape in shipped_shapes(c.block_n):
+                    item = Shipped.of(
+                        f"attend-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}-{name}",
+                        attend_kernel, {dtype: (*ROWS, "out")}, types_of(shape["IS_TREE"]),
+                        **_sizes(dtype, head_dim, head_dim, c, is_quantized), **shape,
+                        CHUNK=chunk, **launched.options, early=_EARLY,
+                    )  # fmt: skip
+                    is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
+                    yield from with_dependent(item, capability, dtype, is_able)

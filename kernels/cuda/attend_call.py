@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +14,9 @@ from torch import Tensor
 from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend_config import SHORT_ROWS, AttendConfig, Work, plan_work
 from specc.kernels.cuda.launch import is_even
-from specc.kernels.cuda.shipped import TYPE_NAMES
+from specc.kernels.cuda.shipped import TYPE_NAMES, Types
+from specc.kernels.cuda.strided_rows import check, check_dense, check_tensors
+from specc.kernels.reference.kv_rows import columns_of
 from specc.speculation.tree import WORD_BITS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -23,6 +26,8 @@ SEARCH = 64
 SHIPPED_PAGES = ((1, 4096), (256, 16))
 # arguments of every kernel that say where tokens and keys are
 PLACES = ("q_start", "position", "slot", "cache_len", "ancestors", "block_table")
+# tensors in the dtype of queries
+ROWS = ("q", "k_cache", "v_cache")
 # strides of queries and of caches of keys and values
 STRIDES = (
     "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
@@ -30,6 +35,7 @@ STRIDES = (
 )  # fmt: skip
 # what every kernel takes beside what every call has, of calls that have none of it
 NOTHING_BESIDE: Mapping[str, None] = {"sinks": None, "softcap": None}
+_TENSORS = (*ROWS, *PLACES, "sink_logits", "slopes")
 
 
 @dataclass(frozen=True)
@@ -70,14 +76,20 @@ class AttendCall:
     ancestors: Tensor | None
     block_table: Tensor
     scale: float
-    window: int
-    sink: int
-    num_splits: int | None
+    window: int = 0
+    sink: int = 0
+    num_splits: int | None = None
     sink_logits: Tensor | None = None
     softcap: float = 0.0
     slopes: Tensor | None = None
     rounds_bias: bool = False
     chunk: int = 0
+
+    @classmethod
+    def of(cls, *tensors: Tensor | None, **named: Any) -> AttendCall:
+        """Of the arguments of `specc::attend` over heads, in its order or by name."""
+        given: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=False)) | named
+        return cls(value_dim=columns_of(given["v_cache"]), **given)
 
     @property
     def num_heads(self) -> int:
@@ -146,14 +158,17 @@ class AttendCall:
         )  # fmt: skip
 
     @property
-    def beside(self) -> dict[str, Tensor | float]:
+    def beside(self) -> dict[str, Any]:
         """Those of `NOTHING_BESIDE` that the call has."""
-        found: dict[str, Tensor | float] = {}
-        if self.sink_logits is not None:
-            found["sinks"] = self.sink_logits
-        if self.softcap:
-            found["softcap"] = float(self.softcap)
-        return found
+        found = {} if self.sink_logits is None else {"sinks": self.sink_logits}
+        return found | ({"softcap": float(self.softcap)} if self.softcap else {})
+
+    @property
+    def all_beside(self) -> dict[str, Any]:
+        """The same with slopes and chunks, which not every kernel takes."""
+        slopes = {"slopes": self.slopes, "ROUNDS": self.rounds_bias}
+        found = self.beside | ({} if self.slopes is None else slopes)
+        return found | ({"CHUNK": self.chunk} if self.chunk else {})
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -209,55 +224,49 @@ class AttendCall:
         Raises:
             ValueError: naming what was found and what was needed.
         """
-        if self.q_start.shape != (self.num_seqs + 1,) or self.cache_len.shape != (self.num_seqs,):
-            raise ValueError(
-                f"attend: found q_start {tuple(self.q_start.shape)}, cache_len"
-                f" {tuple(self.cache_len.shape)}, block_table {tuple(self.block_table.shape)};"
-                " needed [B + 1], [B] and [B, n]"
-            )
-        if self.position.shape != (self.num_tokens,) or self.slot.shape != (self.num_tokens,):
-            raise ValueError(
-                f"attend: found position {tuple(self.position.shape)} and slot"
-                f" {tuple(self.slot.shape)}; needed [{self.num_tokens}]"
-            )
+        check(
+            self.q_start.shape == (self.num_seqs + 1,) and self.cache_len.shape == (self.num_seqs,),
+            "attend",
+            f"q_start {tuple(self.q_start.shape)}, cache_len {tuple(self.cache_len.shape)},"
+            f" block_table {tuple(self.block_table.shape)}",
+            "[B + 1], [B] and [B, n]",
+        )
+        check(
+            self.position.shape == (self.num_tokens,) == self.slot.shape,
+            "attend",
+            f"position {tuple(self.position.shape)} and slot {tuple(self.slot.shape)}",
+            f"[{self.num_tokens}]",
+        )
         self._check_words()
-        names = ("q", "k_cache", "v_cache", "block_table", *PLACES)
-        for name in dict.fromkeys(names):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-                raise ValueError(
-                    f"attend: found strides {tensor.stride()} of {name}; needed 1 in the last"
-                    " dimension"
-                )
-        if not self.scale > 0:
-            raise ValueError(f"attend: found scale {self.scale}; needed a positive one")
-        if not 0 <= self.softcap < math.inf:
-            raise ValueError(f"attend: found a softcap of {self.softcap}; needed 0 or more")
-        self._check_of_heads("sinks", self.sink_logits, self.q.dtype)
-        self._check_of_heads("slopes", self.slopes, torch.float32)
-
-    def _check_of_heads(self, what: str, found: Tensor | None, dtype: torch.dtype) -> None:
-        if found is not None and (found.dtype, found.shape) != (dtype, self.q.shape[:1]):
-            raise ValueError(
-                f"attend: found {what} {found.dtype} {tuple(found.shape)}; needed {dtype}"
-                f" [{self.num_heads}]"
-            )
+        check_dense("attend", **{name: getattr(self, name) for name in (*ROWS, *PLACES)})
+        check(self.scale > 0, "attend", f"scale {self.scale}", "a positive one")
+        is_right = 0 <= self.softcap < math.inf
+        check(is_right, "attend", f"a softcap of {self.softcap}", "0 or more")
+        for name, of_heads, dtype in (
+            ("sinks", self.sink_logits, self.q.dtype),
+            ("slopes", self.slopes, torch.float32),
+        ):
+            if of_heads is not None:
+                check_tensors("attend", dtype, (self.num_heads,), **{name: of_heads})
 
     def _check_words(self) -> None:
         words = self.ancestors
         if words is None:
             return
-        if words.dtype != torch.int64 or words.shape[0] != self.num_tokens:
-            raise ValueError(
-                f"attend: found ancestors {words.dtype} {tuple(words.shape)};"
-                f" needed int64 [{self.num_tokens}, W]"
-            )
+        check(
+            words.dtype == torch.int64 and words.shape[0] == self.num_tokens,
+            "attend",
+            f"ancestors {words.dtype} {tuple(words.shape)}",
+            f"int64 [{self.num_tokens}, W]",
+        )
         num_nodes = words.shape[1] * WORD_BITS
-        if self.num_tokens > self.num_seqs * num_nodes:
-            raise ValueError(
-                f"attend: found {self.num_tokens} tokens of {self.num_seqs} sequences and words for"
-                f" {num_nodes} nodes of each; needed a bit for every node"
-            )
+        check(
+            self.num_tokens <= self.num_seqs * num_nodes,
+            "attend",
+            f"{self.num_tokens} tokens of {self.num_seqs} sequences and words for {num_nodes} nodes"
+            " of each",
+            "a bit for every node",
+        )
 
 
 def padded(size: int) -> int:
@@ -273,6 +282,27 @@ def page_rows(num_pages: int, block_size: int, block_n: int) -> int:
 def are_pages_whole(num_pages: int, block_size: int, block_n: int) -> bool:
     """Whether every key block has whole pages, or lies in one."""
     return num_pages == 1 or block_size % block_n == 0 or block_size in (16, 32)
+
+
+def shipped_shapes(block_n: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and constexprs of the pages that engines have, with ancestors and without."""
+    # where key blocks are no longer than pages, paged and dense caches are the same
+    for page in sorted({page_rows(*sizes, block_n) for sizes in SHIPPED_PAGES}):
+        for is_tree in (True, False):
+            name = f"page{page}-{'tree' if is_tree else 'causal'}"
+            yield name, {"PAGE": page, "IS_TREE": is_tree}
+
+
+def types_of(is_tree: bool = True) -> Types:
+    """Types of what kernels take beside `ROWS` and a result.
+
+    Without ancestors `q_start` stands in their place.
+    """
+    integers = ("q_start", "slot", "cache_len", "block_table", "arrived")
+    types: Types = {torch.float32: ("partial", "lse", "sums"), float: ("scale",)}
+    if is_tree:
+        return types | {torch.int32: integers, torch.int64: ("position", "ancestors")}
+    return types | {torch.int32: (*integers, "ancestors"), torch.int64: ("position",)}
 
 
 def signature(

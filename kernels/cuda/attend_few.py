@@ -11,20 +11,16 @@ from torch import Tensor
 
 from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.attend_call import (
-    NOTHING_BESIDE,
-    PLACES,
-    SHIPPED_PAGES,
-    STRIDES,
+    ROWS,
     AttendCall,
     are_pages_whole,
-    page_rows,
-    signature,
+    shipped_shapes,
+    types_of,
 )
 from specc.kernels.cuda.attend_config import TritonOptions
 from specc.kernels.cuda.attend_few_kernels import attend_few_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.kernels.reference.kv_rows import columns_of
 
 # after `attend_wide`, which takes 17 rows or more of heads of 128: rows of a sequence, with those
 # that fill up a token's to a power of two
@@ -90,26 +86,22 @@ def row_bits(group: int) -> int:
     return (group - 1).bit_length()
 
 
-def find(
-    q: Tensor, v_cache: Tensor, block_table: Tensor, window: int, capability: int
-) -> FewConfig | None:
-    """Launch parameters for a call of `attend`, if it is one of those that this is for."""
-    num_heads, num_tokens, head_dim = q.shape
-    num_seqs, num_pages = block_table.shape
-    rows = num_tokens << row_bits(num_heads // v_cache.shape[2])
+def find(call: AttendCall, capability: int) -> FewConfig | None:
+    """Launch parameters for a call, if it is one of those that this is for."""
+    rows = call.num_tokens << row_bits(call.group)
     suits = (
-        num_seqs == 1
+        call.num_seqs == 1
         and rows <= MOST_ROWS
-        and window == 0
-        and q.dtype in DTYPES
-        and head_dim == columns_of(v_cache)
-        and head_dim in HEAD_DIMS
+        and call.window == 0
+        and call.q.dtype in DTYPES
+        and call.head_dim == call.value_dim
+        and call.head_dim in HEAD_DIMS
         and capability // 10 * 10 in CAPABILITIES
     )
     if not suits:
         return None
-    c = config(head_dim, rows, holds_quantized(v_cache.dtype))
-    return c if are_pages_whole(num_pages, v_cache.shape[1], c.block_n) else None
+    c = config(call.head_dim, rows, holds_quantized(call.v_cache.dtype))
+    return c if are_pages_whole(call.num_pages, call.block_size, c.block_n) else None
 
 
 def launch(c: FewConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
@@ -146,53 +138,21 @@ def _sizes(head_dim: int, c: FewConfig) -> dict[str, int]:
     }  # fmt: skip
 
 
-_POINTERS = ("q", "k_cache", "v_cache", "out", "partial", "lse", "arrived", *PLACES)
 # older than the keys that the kernel before writes: it finds its places by them; of the cache only
 # rows that it does not write
-_EARLY = (
-    "q_start", "position", "slot", "cache_len", "block_table", "k_cache", "v_cache",
-)  # fmt: skip
-_INTEGERS = (
-    "num_tokens", "num_heads", "group", "shift", "num_words", "num_blocks", "num_pages",
-    "block_size", "tokens_each", "max_splits", "stride_words", *STRIDES,
-)  # fmt: skip
+_EARLY = ("q_start", "position", "slot", "cache_len", "block_table", "k_cache", "v_cache")
 
 
-def shipped(capability: int) -> Iterator[Shipped]:
-    """Every configuration that engines launch on a capability."""
-    yield from _all_shipped(capability)
-
-
-def in_quantized(capability: int) -> Iterator[Shipped]:
-    """What engines whose caches are quantized launch instead, but for the types of caches."""
-    yield from _all_shipped(capability, is_quantized=True)
-
-
-def _all_shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
-    if capability not in CAPABILITIES:
-        return
-    for dtype in DTYPES:
+def shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
+    """Every configuration that engines launch on a capability; see `attend.shipped`."""
+    for dtype in DTYPES if capability in CAPABILITIES else ():
         for head_dim in HEAD_DIMS:
             for rows in (16, 32):
                 c = config(head_dim, rows, is_quantized)
-                for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
-                    for is_tree in (True, False):
-                        item = _shipped(dtype, head_dim, rows, c, page, is_tree)
-                        yield from with_dependent(item, capability, dtype)
-
-
-def _shipped(
-    dtype: torch.dtype, head_dim: int, rows: int, c: FewConfig, page: int, is_tree: bool
-) -> Shipped:
-    name = TYPE_NAMES[dtype]
-    return Shipped(
-        f"{name}-d{head_dim}-rows{rows}-page{page}-{'tree' if is_tree else 'causal'}",
-        attend_few_kernel,
-        {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
-        {**_sizes(head_dim, c), "PAGE": page, "IS_TREE": is_tree, **NOTHING_BESIDE},
-        c.num_warps,
-        c.num_stages,
-        (*_POINTERS, *STRIDES),
-        c.max_registers,
-        early=_EARLY,
-    )
+                for name, shape in shipped_shapes(c.block_n):
+                    item = Shipped.of(
+                        f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{rows}-{name}",
+                        attend_few_kernel, {dtype: (*ROWS, "out")}, types_of(shape["IS_TREE"]),
+                        **_sizes(head_dim, c), **shape, **c.options, early=_EARLY,
+                    )  # fmt: skip
+                    yield from with_dependent(item, capability, dtype)

@@ -28,6 +28,37 @@ from specc.kernels.cuda.kv_quantized import in_words, load_scales, values_of, we
 
 
 @triton.jit
+def products(
+    b_q, p_q, m_row, p_k, o_k, m_key,
+    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Queries [BM, BD], which p_q [BM] points to, too, times keys: [BM, BN].
+
+    Keys are at p_k and offsets o_k [BN], or without these at p_k [BN].
+    """
+    if BC == BD:
+        b_k = load_keys(_in_rows(p_k, o_k), tl.arange(0, BD), m_key, D, BD, IS_MASKED)
+        b_k = values_of(b_k, b_q.dtype)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    else:
+        # without tensor cores a thread holds whole rows of its operands: a few columns at a time
+        b_s = tl.zeros([b_q.shape[0], m_key.shape[0]], tl.float32)
+        for i in tl.static_range(0, BD, BC):
+            o_c = i + tl.arange(0, BC)
+            m_q = m_row[:, None] & (o_c < D)[None, :]
+            b_part = tl.load(p_q[:, None] + o_c[None, :], mask=m_q, other=0.0)
+            b_k = load_keys(_in_rows(p_k, o_k), o_c, m_key, D, BD, IS_MASKED)
+            b_k = values_of(b_k, b_q.dtype)
+            b_s = tl.dot(b_part, tl.trans(b_k), b_s, input_precision="ieee")
+    return b_s
+
+
+@triton.jit
+def _in_rows(p_k, o_k):
+    return p_k[:, None] if o_k is None else p_k + o_k[:, None]
+
+
+@triton.jit
 def attend_block(
     b_acc,  # [BM, BDV]
     b_l,  # [BM]
@@ -104,20 +135,7 @@ def attend_block(
         if IS_QUANTIZED:
             b_v_scale = load_scales(p_v_row, m_key, DV, False)
 
-    if BC == BD:
-        b_k = load_keys(p_k + o_k[:, None], tl.arange(0, BD), m_key, D, BD, IS_MASKED)
-        b_k = values_of(b_k, b_q.dtype)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
-    else:
-        # without tensor cores a thread holds whole rows of its operands: a few columns at a time
-        b_s = tl.zeros([b_q.shape[0], BN], tl.float32)
-        for i in tl.static_range(0, BD, BC):
-            o_c = i + tl.arange(0, BC)
-            m_q = m_live[:, None] & (o_c < D)[None, :]
-            b_part = tl.load(p_q[:, None] + o_c[None, :], mask=m_q, other=0.0)
-            b_k = load_keys(p_k + o_k[:, None], o_c, m_key, D, BD, IS_MASKED)
-            b_k = values_of(b_k, b_q.dtype)
-            b_s = tl.dot(b_part, tl.trans(b_k), b_s, input_precision="ieee")
+    b_s = products(b_q, p_q, m_live, p_k, o_k, m_key, D, BD, BC, IS_MASKED)
     if b_k_scale is not None:
         b_s = b_s * b_k_scale[None, :]
     own_scale = qk_scale

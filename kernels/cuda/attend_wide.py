@@ -11,19 +11,15 @@ from torch import Tensor
 
 from specc.kernels.cuda import attend_few, dependent
 from specc.kernels.cuda.attend_call import (
-    NOTHING_BESIDE,
-    PLACES,
-    SHIPPED_PAGES,
-    STRIDES,
+    ROWS,
     AttendCall,
     are_pages_whole,
-    page_rows,
-    signature,
+    shipped_shapes,
+    types_of,
 )
 from specc.kernels.cuda.attend_config import SHORT_ROWS
 from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel
 from specc.kernels.cuda.attend_wide_merge import merge_wide_kernel
-from specc.kernels.cuda.launch import is_even
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # rows of a tile: of one group of warps that multiplies, or of two
@@ -84,37 +80,29 @@ def _is_able() -> bool:
     return not dependent.INTERPRETED
 
 
-def find(
-    q: Tensor, v_cache: Tensor, block_table: Tensor, window: int, capability: int
-) -> WideConfig | None:
-    """Launch parameters for a call of `attend`, if it is one of those that this is for."""
-    num_heads, num_tokens, head_dim = q.shape
-    num_seqs, num_pages = block_table.shape
-    group = num_heads // v_cache.shape[2]
+def find(call: AttendCall, capability: int) -> WideConfig | None:
+    """Launch parameters for a call, if it is one of those that this is for."""
     # all sequences have a tile each
-    is_one_tile = num_seqs == 1 or (is_even() and num_tokens % num_seqs == 0)
-    rows = triton.cdiv(num_tokens, num_seqs) * group
+    is_one_tile = call.num_seqs == 1 or call.tokens_each > 0
     suits = (
         _is_able()
         and is_one_tile
-        and LEAST_ROWS <= rows <= TILE_ROWS[-1]
-        and window == 0
+        and LEAST_ROWS <= call.mean_rows <= TILE_ROWS[-1]
+        and call.window == 0
         # keys go from memory to the products as they are
-        and q.dtype == v_cache.dtype
-        and q.dtype in DTYPES
-        and head_dim == v_cache.shape[3]
-        and head_dim in HEAD_DIMS
+        and call.q.dtype == call.v_cache.dtype
+        and call.q.dtype in DTYPES
+        and call.head_dim == call.value_dim
+        and call.head_dim in HEAD_DIMS
         and capability in CAPABILITIES
     )
-    is_small = num_pages * v_cache.shape[1] <= FEW_KEYS
-    if not suits or (
-        is_small and attend_few.find(q, v_cache, block_table, window, capability) is not None
-    ):
+    is_small = call.capacity <= FEW_KEYS
+    if not suits or (is_small and attend_few.find(call, capability) is not None):
         return None
-    c = _TABLE[next(height for height in TILE_ROWS if height >= rows)]
-    if num_seqs * v_cache.shape[2] * c.block_m > MOST_PART_ROWS:
+    c = _TABLE[next(height for height in TILE_ROWS if height >= call.mean_rows)]
+    if call.num_seqs * call.num_kv_heads * c.block_m > MOST_PART_ROWS:
         return None
-    return c if are_pages_whole(num_pages, v_cache.shape[1], c.block_n) else None
+    return c if are_pages_whole(call.num_pages, call.block_size, c.block_n) else None
 
 
 def splits_of(num_tiles: int, num_seqs: int, num_sms: int, capacity: int) -> int:
@@ -183,8 +171,6 @@ def launch(c: WideConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
     merge_wide_kernel[(num_programs, call.num_kv_heads, call.num_seqs)](
         out, partial, lse, call.q_start, *numbers, call.tokens_each, max_splits,
         **_merge_sizes(call.head_dim, c),
-        num_warps=c.merge_warps,
-        maxnreg=_MERGE_REGISTERS,
     )  # fmt: skip
 
 
@@ -196,54 +182,23 @@ def _sizes(head_dim: int, c: WideConfig) -> dict[str, int]:
 
 
 def _merge_sizes(head_dim: int, c: WideConfig) -> dict[str, int]:
-    return {"D": head_dim, "BM": c.block_m, "BR": c.merge_rows, "BP": c.merge_parts}
-
-
-_POINTERS = ("q", "k_cache", "v_cache", "partial", "lse", *PLACES)
-_INTEGERS = (
-    "num_tokens", "num_seqs", "num_heads", "group", "num_words", "num_blocks", "num_pages",
-    "block_size", "tokens_each", "max_splits", "num_shares", "stride_table", "stride_words",
-    *STRIDES,
-)  # fmt: skip
-_MERGE_POINTERS = ("out", "partial", "lse", "q_start")
-_MERGE_INTEGERS = ("num_tokens", "num_seqs", "num_heads", "group", "tokens_each", "max_splits")
+    sizes = {"D": head_dim, "BM": c.block_m, "BR": c.merge_rows, "BP": c.merge_parts}
+    return sizes | {"num_warps": c.merge_warps, "maxnreg": _MERGE_REGISTERS}
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
-    if capability not in CAPABILITIES:
-        return
-    for dtype in DTYPES:
+    for dtype in DTYPES if capability in CAPABILITIES else ():
         for head_dim in HEAD_DIMS:
             for c in _TABLE.values():
-                for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
-                    for is_tree in (True, False):
-                        yield _shipped(dtype, head_dim, c, page, is_tree)
-                yield _shipped_merge(dtype, head_dim, c)
-
-
-def _shipped(dtype: torch.dtype, head_dim: int, c: WideConfig, page: int, is_tree: bool) -> Shipped:
-    name = TYPE_NAMES[dtype]
-    return Shipped(
-        f"{name}-d{head_dim}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
-        attend_wide_kernel,
-        {**signature(_POINTERS, _INTEGERS, dtype, is_tree=is_tree), "scale": "fp32"},
-        {**_sizes(head_dim, c), "PAGE": page, "IS_TREE": is_tree, **NOTHING_BESIDE},
-        4,
-        3,
-        (*_POINTERS, *STRIDES),
-        c.max_registers,
-    )
-
-
-def _shipped_merge(dtype: torch.dtype, head_dim: int, c: WideConfig) -> Shipped:
-    return Shipped(
-        f"merge-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}",
-        merge_wide_kernel,
-        signature(_MERGE_POINTERS, _MERGE_INTEGERS, dtype),
-        _merge_sizes(head_dim, c),
-        c.merge_warps,
-        3,
-        _MERGE_POINTERS,
-        _MERGE_REGISTERS,
-    )
+                own = f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}"
+                for name, shape in shipped_shapes(c.block_n):
+                    yield Shipped.of(
+                        f"{own}-{name}",
+                        attend_wide_kernel, {dtype: ROWS}, types_of(shape["IS_TREE"]),
+                        **_sizes(head_dim, c), **shape, maxnreg=c.max_registers,
+                    )  # fmt: skip
+                yield Shipped.of(
+                    f"merge-{own}", merge_wide_kernel, {dtype: ("out",)}, types_of(),
+                    **_merge_sizes(head_dim, c),
+                )  # fmt: skip

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.kv_quantized import check_words, in_words, load_scales, values_of
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, Types
+from specc.kernels.cuda.strided_rows import check, check_dense
 from specc.kernels.operators.block_mass import MOST_VOTERS
 from specc.kernels.reference.kv_rows import columns_of
 
@@ -264,78 +265,46 @@ def _options(dtype: torch.dtype, is_quantized: bool) -> dict[str, int]:
 
 def _check(q: Tensor, k_cache: Tensor, mass: Tensor, num_seqs: int, num_pages: int) -> None:
     """Refuse what the kernel would misread."""
-    head_dim, num_kv_heads = q.shape[2], k_cache.shape[2]
+    head_dim, num_kv_heads, columns = q.shape[2], k_cache.shape[2], columns_of(k_cache)
     is_known = k_cache.dtype == q.dtype or holds_quantized(k_cache.dtype)
-    if q.dtype not in DTYPES or not is_known or mass.dtype != torch.float32:
-        raise ValueError(
-            f"block_mass: found {q.dtype}, {k_cache.dtype} and mass {mass.dtype}; needed one of"
-            f" {', '.join(map(str, DTYPES))} twice, or quantized keys, and torch.float32"
-        )
-    columns = columns_of(k_cache)
-    if not 0 < head_dim <= most_head_dim(q.dtype) or columns != head_dim:
-        raise ValueError(
-            f"block_mass: found head sizes {head_dim} and {columns} in {q.dtype}; needed"
-            f" one size of 1 to {most_head_dim(q.dtype)}"
-        )
-    if q.shape[0] % num_kv_heads:
-        raise ValueError(
-            f"block_mass: found {q.shape[0]} heads and {num_kv_heads} KV heads; needed a multiple"
-        )
-    if mass.shape[0] < num_seqs or mass.shape[1] < num_pages:
-        raise ValueError(
-            f"block_mass: found {mass.shape[0]} rows and {mass.shape[1]} columns of mass; needed"
-            f" {num_seqs} and {num_pages}, those of the block table"
-        )
-    check_words("block_mass", {"k_cache": k_cache})
-    for label, tensor in {"q": q, "k_cache": k_cache, "mass": mass}.items():
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(
-                f"block_mass: found strides {tensor.stride()} of {label};"
-                " needed 1 in the last dimension"
-            )
+    name, most = "block_mass", most_head_dim(q.dtype)
+    check(
+        q.dtype in DTYPES and is_known and mass.dtype == torch.float32,
+        name,
+        f"{q.dtype}, {k_cache.dtype} and mass {mass.dtype}",
+        f"one of {', '.join(map(str, DTYPES))} twice, or quantized keys, and torch.float32",
+    )
+    found = f"head sizes {head_dim} and {columns} in {q.dtype}"
+    check(0 < head_dim == columns <= most, name, found, f"one size of 1 to {most}")
+    found = f"{q.shape[0]} heads and {num_kv_heads} KV heads"
+    check(q.shape[0] % num_kv_heads == 0, name, found, "a multiple")
+    check(
+        mass.shape[0] >= num_seqs and mass.shape[1] >= num_pages,
+        name,
+        f"{mass.shape[0]} rows and {mass.shape[1]} columns of mass",
+        f"{num_seqs} and {num_pages}, those of the block table",
+    )
+    check_words(name, {"k_cache": k_cache})
+    check_dense(name, q=q, k_cache=k_cache, mass=mass)
 
 
 _SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)
-_STRIDES = ("stride_qh", "stride_qt", "stride_kcb", "stride_kcs", "stride_kch")
 
 
-def shipped(capability: int) -> Iterator[Shipped]:
-    """Every configuration that engines launch on a capability, with blocks of 16 rows."""
-    del capability
-    yield from _shipped()
-
-
-def in_quantized(capability: int) -> Iterator[Shipped]:
-    """What engines whose caches are quantized launch instead, but for the type of the cache."""
-    del capability
-    yield from _shipped(is_quantized=True)
-
-
-def _shipped(is_quantized: bool = False) -> Iterator[Shipped]:
+def shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
+    """Every configuration with blocks of 16 rows, for all capabilities; see `attend.shipped`."""
+    places = ("q_start", "slot", "cache_len", "block_table", "used")
+    types: Types = {torch.int32: places, torch.int64: ("position", "words")}
+    types |= {torch.float32: ("mass", "votes"), float: ("scale",)}
     for dtype in DTYPES:
-        pointers = dict.fromkeys(("q", "k_cache"), f"*{TYPE_NAMES[dtype]}")
-        pointers |= dict.fromkeys(("q_start", "slot", "cache_len", "block_table", "used"), "*i32")
-        pointers |= {"position": "*i64", "words": "*i64", "mass": "*fp32", "votes": "*fp32"}
-        integers = dict.fromkeys((*_NOT_SPECIALIZED, *_STRIDES), "i32")
+        options = _options(dtype, is_quantized)
         for head_dim in _SHIPPED_HEAD_DIMS:
-            if head_dim > most_head_dim(dtype):
-                continue
-            options = _options(dtype, is_quantized)
-            for is_tree in (False, True):
-                sizes = {"D": head_dim, "BD": max(16, triton.next_power_of_2(head_dim))}
-                sizes |= {"BT": MOST_VOTERS, "BN": _tile(_BLOCK_SIZE), "IS_TREE": is_tree}
-                yield Shipped(
+            for is_tree in (False, True) if head_dim <= most_head_dim(dtype) else ():
+                yield Shipped.of(
                     f"{TYPE_NAMES[dtype]}-d{head_dim}-{'tree' if is_tree else 'causal'}",
-                    _votes_kernel,
-                    {**pointers, "scale": "fp32", **integers},
-                    sizes,
-                    options["num_warps"],
-                    3,
-                    (*pointers, *_STRIDES),
-                    options.get("maxnreg"),
-                )
-    added = {"votes": "*fp32", "used": "*i32", "mass": "*fp32"}
-    integers = dict.fromkeys(("num_columns", "num_heads", "stride_mass"), "i32")
-    yield Shipped(
-        "add", _add_kernel, {**added, **integers}, {"BC": _COLUMNS}, _NUM_WARPS, 3, tuple(added)
-    )
+                    _votes_kernel, {dtype: ("q", "k_cache")}, types,
+                    D=head_dim, BD=max(16, triton.next_power_of_2(head_dim)),
+                    BT=MOST_VOTERS, BN=_tile(_BLOCK_SIZE), IS_TREE=is_tree, **options,
+                )  # fmt: skip
+    added = {torch.float32: ("votes", "mass"), torch.int32: ("used",)}
+    yield Shipped.of("add", _add_kernel, added, BC=_COLUMNS)

@@ -13,29 +13,18 @@ import triton
 from torch import Tensor
 
 from specc.kernels.cuda.child_keys_kernels import draft_merge_kernel, draft_parts_kernel
-from specc.kernels.cuda.row_options import Bounded
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
-from specc.kernels.cuda.tree_expand import DTYPES, MAX_ROUNDS
+from specc.kernels.cuda.strided_rows import row_strides
+from specc.kernels.cuda.tree_expand import DTYPES, MAX_ROUNDS, parts_config
 
 
 def config(vocab: int, num_children: int) -> dict[str, int]:
-    """Block sizes: a part has to hold its children, and all parts' children have to fit one block.
-
-    One row of a large vocabulary makes about as many programs as a device has processors.
-    """
-    block_k = triton.next_power_of_2(num_children)
-    part = 512 if vocab <= 4096 else 2048 if num_children <= MAX_ROUNDS else 4096
-    num_parts = triton.cdiv(vocab, part)
-    candidates = triton.next_power_of_2(max(num_parts * num_children, block_k))
-    return {
+    """Block sizes, as `parts_config` has them."""
+    sizes = parts_config(vocab, num_children, 512)
+    return sizes | {
         "IS_SORTED": num_children > MAX_ROUNDS,
-        "BK": block_k,
-        "BQ": part // 4,
-        "BC": candidates,
-        "BS": triton.next_power_of_2(num_parts),
-        "num_parts": num_parts,
-        "part_warps": 8 if part > 2048 else 4,
-        "merge_warps": 16 if candidates > 2048 else 4 if candidates > 256 else 1,
+        "BQ": sizes["BV"] // 4,
+        "BS": triton.next_power_of_2(sizes["num_parts"]),
     }
 
 
@@ -71,20 +60,13 @@ def best_children(
         stats,
         keys,
         sums,
-        logits.stride(0),
-        cache_len.stride(0),
-        columns.stride(0),
-        values.stride(0),
-        words.stride(0),
+        *row_strides(logits, cache_len, columns, values, words),
         vocab,
         frontier,
         num_parts,
         num_children,
         depth,
-        **{name: sizes[name] for name in ("IS_SORTED", "BK", "BQ")},
-        num_warps=sizes["part_warps"],
-        maxnreg=_most_registers(sizes["part_warps"]),
-        enable_fp_fusion=False,
+        **_part_sizes(sizes),
     )
     draft_merge_kernel[(num_rows,)](
         logits if scored else None,
@@ -96,25 +78,33 @@ def best_children(
         sums,
         tokens,
         scores if scored else None,
-        logits.stride(0),
-        cache_len.stride(0),
-        values.stride(0),
-        words.stride(0),
+        *row_strides(logits, cache_len, values, words),
         vocab,
         frontier,
         num_parts,
         num_children,
-        **{name: sizes[name] for name in ("IS_SORTED", "BK", "BC", "BS")},
-        num_warps=sizes["merge_warps"],
-        maxnreg=_most_registers(sizes["merge_warps"]),
-        enable_fp_fusion=False,
+        **_merge_sizes(sizes),
     )
     return tokens, scores
 
 
-def _most_registers(num_warps: int) -> int:
-    """What a multiprocessor has for each thread of a program."""
-    return min(255, 2048 // num_warps)
+def _part_sizes(sizes: dict[str, int]) -> dict[str, int]:
+    """Of the first launch."""
+    return _options(sizes["part_warps"]) | {x: sizes[x] for x in ("IS_SORTED", "BK", "BQ")}
+
+
+def _merge_sizes(sizes: dict[str, int]) -> dict[str, int]:
+    """Of the second."""
+    return _options(sizes["merge_warps"]) | {x: sizes[x] for x in ("IS_SORTED", "BK", "BC", "BS")}
+
+
+def _options(num_warps: int) -> dict[str, int]:
+    """Registers: what a multiprocessor has for each thread of a program."""
+    return {
+        "num_warps": num_warps,
+        "maxnreg": min(255, 2048 // num_warps),
+        "enable_fp_fusion": False,
+    }
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
@@ -137,60 +127,28 @@ def shipped(capability: int) -> Iterator[Shipped]:
 SHIPPED_MERGES = [(131072, k) for k in (1, 2, 4, 8, 16, 64)] + [(32768, 4), (262144, 4)]
 
 
+_TYPES = {
+    torch.float32: ("values", "stats", "sums", "scores"),
+    torch.int32: ("cache_len", "columns"),
+    torch.int64: ("words", "keys", "tokens"),
+}
+
+
 def _parts(dtype: torch.dtype, num_children: int, *, scored: bool) -> Iterator[Shipped]:
-    sizes = config(131072, num_children)
-    pointers = {
-        "logits": f"*{TYPE_NAMES[dtype]}",
-        **dict.fromkeys(("cache_len", "columns"), "*i32"),
-        **dict.fromkeys(("values", "stats"), "*fp32"),
-        **dict.fromkeys(("words", "keys"), "*i64"),
-        **({"sums": "*fp32"} if scored else {}),
-    }
-    strides = ("row_stride", "len_stride", "column_stride", "value_stride", "word_stride")
-    item = Bounded(
-        name=f"parts-{TYPE_NAMES[dtype]}-k{num_children}{'-scored' * scored}",
-        kernel=draft_parts_kernel,
-        signature={
-            **pointers,
-            **dict.fromkeys((*strides, "vocab", "num_rows", "num_parts", "k", "depth"), "i32"),
-        },
-        constexprs={
-            **{name: sizes[name] for name in ("IS_SORTED", "BK", "BQ")},
-            **({} if scored else {"sums": None}),
-        },
-        num_warps=sizes["part_warps"],
-        num_stages=3,
-        divisible=(*pointers, "row_stride", "vocab"),
-        max_registers=_most_registers(sizes["part_warps"]),
-    )
+    item = Shipped.of(
+        f"parts-{TYPE_NAMES[dtype]}-k{num_children}{'-scored' * scored}",
+        draft_parts_kernel, {dtype: ("logits",)}, _TYPES,
+        **_part_sizes(config(131072, num_children)), **({} if scored else {"sums": None}),
+    )  # fmt: skip
     return with_any_vocab(item)
 
 
 def _merge(dtype: torch.dtype | None, vocab: int, num_children: int) -> Iterator[Shipped]:
     """Scored where it has a dtype."""
-    sizes = config(vocab, num_children)
-    scoring = {"sums": "*fp32", "scores": "*fp32"}
-    pointers = {
-        "cache_len": "*i32", "values": "*fp32", "stats": "*fp32",
-        **dict.fromkeys(("words", "keys", "tokens"), "*i64"),
-        **({} if dtype is None else {"logits": f"*{TYPE_NAMES[dtype]}", **scoring}),
-    }  # fmt: skip
-    strides = ("row_stride", "len_stride", "value_stride", "word_stride")
-    kind = "" if dtype is None else f"-scored-{TYPE_NAMES[dtype]}"
-    item = Bounded(
-        name=f"merge{kind}-v{vocab}-k{num_children}",
-        kernel=draft_merge_kernel,
-        signature={
-            **pointers,
-            **dict.fromkeys((*strides, "vocab", "num_rows", "num_parts", "k"), "i32"),
-        },
-        constexprs={
-            **{name: sizes[name] for name in ("IS_SORTED", "BK", "BC", "BS")},
-            **({} if dtype else dict.fromkeys(("logits", *scoring))),
-        },
-        num_warps=sizes["merge_warps"],
-        num_stages=3,
-        divisible=(*pointers, "row_stride", "vocab"),
-        max_registers=_most_registers(sizes["merge_warps"]),
-    )
+    absent = dict.fromkeys(("logits", "sums", "scores") if dtype is None else ())
+    item = Shipped.of(
+        f"merge{'' if dtype is None else f'-scored-{TYPE_NAMES[dtype]}'}-v{vocab}-k{num_children}",
+        draft_merge_kernel, {dtype: ("logits",)}, _TYPES,
+        **_merge_sizes(config(vocab, num_children)), **absent,
+    )  # fmt: skip
     return with_any_vocab(item)

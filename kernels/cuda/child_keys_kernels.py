@@ -25,22 +25,7 @@ from specc.kernels.cuda.row_options import (
 )
 from specc.kernels.cuda.sampling import LANES, gumbel_of_bits
 from specc.kernels.cuda.tree_context import scores_at
-from specc.kernels.cuda.tree_expand import NO_KEY, order_key, token_of
-
-
-@triton.jit
-def _largest_keys(b_key, k, BK: tl.constexpr, IS_SORTED: tl.constexpr):
-    """The k largest of distinct keys, in descending order; what lies after them is anything."""
-    if IS_SORTED:
-        b_best = tl.topk(b_key, BK)
-    else:
-        o_k = tl.arange(0, BK)
-        b_best = tl.full([BK], NO_KEY, tl.int64)
-        for i in range(k):
-            best = tl.max(b_key, 0)
-            b_best = tl.where(o_k == i, best, b_best)
-            b_key = tl.where(b_key == best, NO_KEY, b_key)
-    return b_best  # [BK]
+from specc.kernels.cuda.tree_expand import NO_KEY, largest_keys, order_key, token_of
 
 
 @triton.jit
@@ -147,7 +132,7 @@ def draft_parts_kernel(
             b_near = tl.join(_keys(b_0, o_t, vocab), _keys(b_1, o_t + LANES, vocab))
             b_far = tl.join(_keys(b_2, o_t + 2 * LANES, vocab), _keys(b_3, o_t + 3 * LANES, vocab))
             b_key = tl.reshape(tl.join(b_near, b_far), [4 * BQ], can_reorder=True)
-            b_best = _largest_keys(b_key, k, BK, IS_SORTED)
+            b_best = largest_keys(b_key, k, BK, IS_SORTED)
             o_k = tl.arange(0, BK)
             tl.store(p_keys + o_k, b_best, mask=o_k < k)
         if sums is not None:
@@ -206,7 +191,7 @@ def draft_merge_kernel(
         else:
             o_c = tl.arange(0, BC)
             b_key = tl.load(p_keys + o_c, mask=o_c < num_parts * k, other=NO_KEY)
-            b_best = _largest_keys(b_key, k, BK, IS_SORTED)
+            b_best = largest_keys(b_key, k, BK, IS_SORTED)
     b_token = token_of(b_best)
     tl.store(tokens + i_r * k + o_k, b_token, mask=o_k < k)
     if sums is not None:

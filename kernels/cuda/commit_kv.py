@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.strided_rows import check, said
 from specc.speculation.tree import MAX_NODES
 
 # bits are moved, whatever they mean
@@ -94,11 +95,9 @@ def config(num_moves: int, row: int) -> dict[str, int]:
 
 
 def commit_kv(slab: Tensor, source: Tensor, target: Tensor, block_table: Tensor) -> None:
-    if slab.dim() != 6 or slab.shape[1] not in (1, 2) or not slab.is_contiguous():
-        raise ValueError(
-            f"commit_kv: found slab {list(slab.shape)} of strides {slab.stride()};"
-            " needed contiguous [L, 2, blocks, block_size, HK, D], or 1 part of a layer"
-        )
+    is_right = slab.dim() == 6 and slab.shape[1] in (1, 2) and slab.is_contiguous()
+    needed = "contiguous [L, 2, blocks, block_size, HK, D], or 1 part of a layer"
+    check(is_right, "commit_kv", said("slab", slab), needed)
     _check_moves(source, target, block_table)
     num_layers, num_parts, num_blocks, block_size, heads, dim = slab.shape
     batch, num_moves = source.shape
@@ -111,66 +110,38 @@ def commit_kv(slab: Tensor, source: Tensor, target: Tensor, block_table: Tensor)
         source,
         target,
         block_table,
-        source.stride(0),
-        source.stride(1),
-        target.stride(0),
-        target.stride(1),
-        block_table.stride(0),
-        block_table.stride(1),
+        *source.stride(),
+        *target.stride(),
+        *block_table.stride(),
         num_moves,
         block_table.shape[1] * block_size,
         num_blocks,
         block_size,
         ROW=row,
-        BP=sizes["BP"],
-        BD=sizes["BD"],
-        num_warps=sizes["num_warps"],
+        **sizes,
     )
 
 
 def _check_moves(source: Tensor, target: Tensor, block_table: Tensor) -> None:
-    integers = (torch.int32, torch.int64)
-    if source.dtype not in integers or target.dtype not in integers:
-        raise ValueError(
-            f"commit_kv: found source of {source.dtype}, target of {target.dtype};"
-            " needed int32 or int64"
-        )
-    if block_table.dim() != 2 or block_table.dtype != torch.int32:
-        raise ValueError(
-            f"commit_kv: found block_table {list(block_table.shape)} of {block_table.dtype};"
-            " needed [B, n] of int32"
-        )
-    if source.dim() != 2 or source.shape != target.shape or len(source) != len(block_table):
-        raise ValueError(
-            f"commit_kv: found source {list(source.shape)}, target {list(target.shape)},"
-            f" block_table {list(block_table.shape)}; needed [B, P], [B, P], [B, n]"
-        )
-    if source.shape[1] > MAX_NODES:
-        raise ValueError(
-            f"commit_kv: found {source.shape[1]} moves a sequence; needed at most {MAX_NODES}"
-        )
+    moves = {"source": source, "target": target, "block_table": block_table}
+    found = ", ".join(said(name, x) for name, x in moves.items())
+    is_right = all(x.dtype in (torch.int32, torch.int64) for x in (source, target))
+    is_right = is_right and block_table.dim() == 2 and block_table.dtype == torch.int32
+    is_right = is_right and source.dim() == 2 and source.shape == target.shape
+    needed = "[B, P], [B, P] of int32 or int64, [B, n] of int32"
+    check(is_right and len(source) == len(block_table), "commit_kv", found, needed)
+    num_moves = source.shape[1]
+    found = f"{num_moves} moves a sequence"
+    check(num_moves <= MAX_NODES, "commit_kv", found, f"at most {MAX_NODES}")
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: loads and stores alone."""
-    pointers = ("slab", "source", "target", "block_table")
-    strides = [f"{name}_{what}" for name in pointers[1:] for what in ("stride", "step")]
-    strides = [name.replace("block_table", "table") for name in strides]
-    counts = ("num_moves", "num_slots", "num_blocks", "block_size")
-    for element, bits in (("16", "*i16"), ("32", "*i32")):
+    moves = {torch.int32: ("source", "target", "block_table")}
+    for element in (2, 4):
         for row in (512, 1024):
             for num_moves in (1, 4, 8, 16, 64, 1024):
+                name = f"bits{8 * element}-row{row}-moves{num_moves}"
                 sizes = config(num_moves, row)
-                yield Shipped(
-                    name=f"bits{element}-row{row}-moves{num_moves}",
-                    kernel=commit_kv_kernel,
-                    signature={
-                        "slab": bits,
-                        **dict.fromkeys(pointers[1:], "*i32"),
-                        **dict.fromkeys([*strides, *counts], "i32"),
-                    },
-                    constexprs={"ROW": row, "BP": sizes["BP"], "BD": sizes["BD"]},
-                    num_warps=sizes["num_warps"],
-                    num_stages=3,
-                    divisible=pointers,
-                )
+                slab = {BITS[element]: ("slab",)}
+                yield Shipped.of(name, commit_kv_kernel, slab, moves, ROW=row, **sizes)

@@ -24,24 +24,14 @@ then, and so has all before it. `attend` reads integers so: which rows it has, a
 The kernel before it writes keys and reads its places from the same integers, so they are older than
 that kernel. They are read past the first-level cache (`load_early`): its lines may be older still.
 
-So are rows of the cache that the kernel before does not write. `attend` of a single sequence of few
-rows reads a key block before its wait if all of its rows lie below the committed length and below
-every slot of the pass, which are the rows that the kernel before writes. The length alone does not
-do: the first pass of a draft in a step feeds again what the draft may lack, and writes committed
-rows. Whoever else writes the cache (passes before, `commit_rows` of the step before) has completed,
-as the kernel before, whose queries the pass reads, comes between.
+So are rows of the cache that the kernel before does not write: those below the committed length and
+below every slot of the pass, of which `attend` of a single sequence of few rows reads a key block.
+The length alone does not do: the first pass of a draft in a step feeds again what the draft may
+lack, and writes committed rows. Whoever else writes the cache (passes before, `commit_rows` of the
+step before) has completed, as the kernel before, whose queries the pass reads, comes between.
 
-Before the wait a product asks for the first lines of its weight, which no step writes. They are
-asked for in the cache (`prefetch.global.L2`), not loaded: results are those of the same loads in
-the same order, bit for bit.
-
-When the next kernel may start. Its programs go to multiprocessors that have room at that moment and
-stay there, so one that may start as soon as this one has crowds the few that this one left empty:
-layers of products were up to a fifth slower so than in ordinary launches. What fills the device
-therefore lets it start after its loop, when programs end everywhere, and only the launch and the
-last stores overlap. On an H200 that makes layers of Llama's products 2 to 6 % faster than ordinary
-launches (2026-11-26, docs/results/gpu.json#gpu_dependent). Loading the first step of a weight
-before the wait, into registers, gained nothing beside that.
+What is read before the wait otherwise, when the next kernel may start, and what that gains is in
+docs/design/cuda.md (Dependent launches) and docs/results/gpu.json#gpu_dependent.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from torch import Tensor
 from specc.kernels.cuda.child_keys import best_children, config
 from specc.kernels.cuda.row_filters import row_filters
 from specc.kernels.cuda.row_options import check_options
-from specc.kernels.cuda.tree_expand import MAX_CANDIDATES, MAX_CHILDREN, check_logits
+from specc.kernels.cuda.strided_rows import check, check_tensors
+from specc.kernels.cuda.tree_expand import check_children, check_logits
 from specc.sampling.rows import Rule
 
 FILTERED_RULES = (Rule.COUPLED, Rule.MSS, Rule.SWOR)
@@ -32,27 +33,15 @@ def draft_children(
     check_logits(logits)
     num_rows, vocab = logits.shape
     check_options("draft_children", len(cache_len), values, words, cache_len)
-    if columns.dim() != 1 or columns.dtype != torch.int32 or len(columns) == 0:
-        raise ValueError(
-            f"draft_children: found columns {list(columns.shape)} of {columns.dtype};"
-            " needed [F] of int32, F at least 1"
-        )
-    if num_rows != len(cache_len) * len(columns):
-        raise ValueError(
-            f"draft_children: found {num_rows} rows of logits, {len(cache_len)} sequences and"
-            f" {len(columns)} columns; needed B * F, B, F"
-        )
-    if not 1 <= num_children <= min(vocab, MAX_CHILDREN):
-        raise ValueError(
-            f"draft_children: found {num_children} children of a vocabulary of {vocab};"
-            f" needed 1 … {min(vocab, MAX_CHILDREN)}"
-        )
-    candidates = config(vocab, num_children)["BC"]
-    if candidates > MAX_CANDIDATES:
-        raise ValueError(
-            f"draft_children: found {num_children} children of a vocabulary of {vocab}, which"
-            f" leave {candidates} candidates; needed at most {MAX_CANDIDATES}"
-        )
+    check_tensors("draft_children", torch.int32, ("F",), columns=columns)
+    check(len(columns) > 0, "draft_children", f"columns {list(columns.shape)}", "1 or more")
+    check(
+        num_rows == len(cache_len) * len(columns),
+        "draft_children",
+        f"{num_rows} rows of logits, {len(cache_len)} sequences and {len(columns)} columns",
+        "B * F, B, F",
+    )
+    check_children("draft_children", num_children, vocab, config)
     rows = (values, words, cache_len)
     if num_rows == 0:
         tokens = torch.empty(0, num_children, dtype=torch.int64, device=logits.device)

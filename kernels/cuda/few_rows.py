@@ -13,17 +13,18 @@ operator launches the kernel only where `choices` names a tile for its shape.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from specc.kernels.cuda.attend_config import machine
-from specc.kernels.cuda.dependent import DTYPES
+from specc.kernels.cuda.dependent import DTYPES, with_dependent
 from specc.kernels.cuda.few_rows_tiles import (
     EMBED_TILES,
     FRAGMENT_LAYOUTS,
@@ -34,7 +35,8 @@ from specc.kernels.cuda.few_rows_tiles import (
     quantized_tiles,
     suited,
 )
-from specc.kernels.cuda.launch import is_dependent
+from specc.kernels.cuda.launch import is_dependent, set_in_context
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, Types
 from specc.kernels.cuda.strided_rows import FLOATS, check
 
 # what compiles the tiles: what was measured holds for this version alone
@@ -163,17 +165,12 @@ def _tile_of(product: Product, unknown: Tile | None) -> Tile | None:
     return choice.dependent if early else choice.ordinary
 
 
-@contextlib.contextmanager
-def chosen_for(is_dependent: bool) -> Iterator[None]:
+def chosen_for(is_dependent: bool) -> AbstractContextManager[None]:
     """Let operators of this thread take the tiles of dependent launches, or of ordinary ones.
 
     Whichever way they are launched: with the same tiles both give the same, bit for bit.
     """
-    token = _chosen_for.set(is_dependent)
-    try:
-        yield
-    finally:
-        _chosen_for.reset(token)
+    return set_in_context(_chosen_for, is_dependent)
 
 
 def quantized_tile_for(x: Tensor, size: int, layout: str) -> Tile | None:
@@ -193,18 +190,12 @@ def normed_tile_for(operator: str, x: Tensor, size: int, layout: str) -> Tile | 
     return _tile_of(product, next(iter(product.tiles), None))
 
 
-@contextlib.contextmanager
-def unforced() -> Iterator[None]:
+def unforced() -> AbstractContextManager[None]:
     """Let operators of this thread take their own, as the parts of one that was forced do."""
-    token = _forced.set(None)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
+    return set_in_context(_forced, None)
 
 
-@contextlib.contextmanager
-def forced(tile: int | Tile | None) -> Iterator[None]:
+def forced(tile: int | Tile | None) -> AbstractContextManager[None]:
     """Let operators of this thread take a tile, or the library's product for None.
 
     Args:
@@ -212,11 +203,7 @@ def forced(tile: int | Tile | None) -> Iterator[None]:
             have none of this number, or that it does not take, as those of many rows, take the
             library's.
     """
-    token = _forced.set((tile,))
-    try:
-        yield
-    finally:
-        _forced.reset(token)
+    return set_in_context(_forced, (tile,))
 
 
 def check_product(
@@ -280,6 +267,43 @@ def check_linear(
             f"bias {bias.dtype} {list(bias.shape)}",
             f"a contiguous {list(weight.shape[:1])} of {x.dtype}",
         )
+
+
+def normed_options(tile: Tile, dtype: torch.dtype, gamma: torch.dtype) -> dict[str, Any]:
+    """Keywords of a launch of a product with a norm in front, but for when it may start.
+
+    Args:
+        dtype: of x.
+        gamma: of the weight of the norm.
+    """
+    sizes = tile.sizes | {"COPIES": tile.copies(gamma), "PRECISION": precision(dtype)}
+    return sizes | tile.options
+
+
+def shipped_normed(
+    kernel: Any,
+    capability: int,
+    tiles: Mapping[torch.dtype, Iterable[Tile]],
+    like_x: Sequence[str],
+    types: Types,
+    **given: Any,
+) -> Iterator[Shipped]:
+    """Configurations of such a product: every tile, with and without a bias.
+
+    Args:
+        like_x: tensors in its dtype besides those that all have.
+        types: of other arguments.
+        given: further keywords of a launch.
+    """
+    for dtype in FLOATS:
+        own = {dtype: ("x", "gamma", "weight", "bias", "out", *like_x), float: ("eps", "offset")}
+        for tile in tiles[dtype]:
+            for suffix, absent in (("", {"bias": None}), ("-bias", {})):
+                item = Shipped.of(
+                    f"{TYPE_NAMES[dtype]}-{tile.name}{suffix}", kernel, own, types,
+                    **normed_options(tile, dtype, dtype), **absent, **given,
+                )  # fmt: skip
+                yield from with_dependent(item, capability, dtype)
 
 
 def in_rows(x: Tensor) -> Tensor:

@@ -18,13 +18,11 @@ from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend import check_heads
 from specc.kernels.cuda.attend_call import (
     DTYPES,
-    NOTHING_BESIDE,
-    PLACES,
+    ROWS,
     SEARCH,
-    STRIDES,
     AttendCall,
     padded,
-    signature,
+    types_of,
 )
 from specc.kernels.cuda.attend_visits import NO_WINDOW
 from specc.kernels.cuda.invariant_attend_kernels import (
@@ -32,8 +30,8 @@ from specc.kernels.cuda.invariant_attend_kernels import (
     SPLITS,
     invariant_attend_kernel,
 )
-from specc.kernels.cuda.sampling import Unfused
-from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.strided_rows import check
 from specc.kernels.operators.attention import SPLIT_ROWS
 
 # rows of a tile: those of the first operand of an instruction
@@ -69,32 +67,9 @@ def config(dtype: torch.dtype, head_dim: int) -> InvariantConfig:
     return InvariantConfig(32, 8, 5)
 
 
-def invariant_attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q_start: Tensor,
-    position: Tensor,
-    slot: Tensor,
-    cache_len: Tensor,
-    ancestors: Tensor | None,
-    block_table: Tensor,
-    sink_logits: Tensor | None = None,
-    slopes: Tensor | None = None,
-    *,
-    scale: float,
-    window: int = 0,
-    sink: int = 0,
-    softcap: float = 0.0,
-    rounds_bias: bool = False,
-    chunk: int = 0,
-) -> Tensor:
+def invariant_attend(*tensors: Tensor | None, **options: Any) -> Tensor:
     """As `attend_reference`; ancestors have to be those of a tree."""
-    call = AttendCall(
-        q, k_cache, v_cache, v_cache.shape[3], q_start, position, slot, cache_len, ancestors,
-        block_table, scale, window, sink, None, sink_logits, softcap, slopes, rounds_bias, chunk,
-    )  # fmt: skip
-    return run(call)
+    return run(AttendCall.of(*tensors, **options))
 
 
 def run(call: AttendCall, is_split: bool | None = None) -> Tensor:
@@ -103,6 +78,8 @@ def run(call: AttendCall, is_split: bool | None = None) -> Tensor:
     None: where there is room for their parts. The result is the same to the last bit.
     """
     check_heads(call)
+    is_plain = call.k_cache.dtype == call.q.dtype
+    check(is_plain, "invariant_attend", f"k_cache {call.k_cache.dtype}", f"{call.q.dtype}")
     out = call.q.new_empty(call.num_tokens, call.num_heads, call.value_dim)
     if call.num_tokens == 0 or call.num_seqs == 0:
         return out.zero_().transpose(0, 1)
@@ -137,9 +114,6 @@ def _launch(call: AttendCall, out: Tensor, is_split: bool | None) -> None:
     partial = call.q.new_empty(num_parts, BLOCK_M, call.value_dim, dtype=torch.float32)
     sums = call.q.new_empty(num_parts, 2, BLOCK_M, dtype=torch.float32)
     arrived = counters(call.k_cache, units) if is_split else call.q.new_empty(0, dtype=torch.int32)
-    beside: dict[str, Any] = dict(call.beside)
-    if call.slopes is not None:
-        beside |= {"slopes": call.slopes, "ROUNDS": call.rounds_bias}
     invariant_attend_kernel[(units, splits if is_split else 1)](
         call.q, call.k_cache, call.v_cache, out, partial, sums, arrived,
         *call.places[:4],
@@ -150,44 +124,27 @@ def _launch(call: AttendCall, out: Tensor, is_split: bool | None) -> None:
         tokens, splits if is_split else 0,
         *call.strides, call.block_table.stride(0), call.stride_words,
         **_sizes(call.q.dtype, call.head_dim, call.value_dim),
-        **{"ROUNDS": False, "CHUNK": call.chunk} | beside,
-        **config(call.q.dtype, max(call.head_dim, call.value_dim)).options,
+        **call.all_beside,
     )  # fmt: skip
 
 
-def _sizes(dtype: torch.dtype, head_dim: int, value_dim: int) -> dict[str, int]:
+def _sizes(dtype: torch.dtype, head_dim: int, value_dim: int) -> dict[str, Any]:
     columns = padded(head_dim)
     c = config(dtype, max(head_dim, value_dim))
     return {
         "D": head_dim, "DV": value_dim, "BD": columns, "BDV": padded(value_dim),
         "BM": BLOCK_M, "BN": c.block_n,
         "BC": min(32, columns) if dtype == torch.float32 else columns, "BB": SEARCH,
+        **c.options,
     }  # fmt: skip
-
-
-_POINTERS = ("q", "k_cache", "v_cache", "out", "partial", "sums", "arrived", *PLACES)
-_INTEGERS = (
-    "window", "sink", "num_tokens", "num_seqs", "num_heads", "group", "num_words",
-    "num_blocks", "num_pages", "block_size", "tokens_each", "tile_tokens", "num_splits",
-    "stride_table", "stride_words", *STRIDES,
-)  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """One configuration for each dtype and size of heads; prompts have no words of ancestors."""
     for dtype in DTYPES:
         for head_dim in (64, 80, 96, 128, 256):
-            c = config(dtype, head_dim)
-            types = signature(_POINTERS, _INTEGERS, dtype)
-            yield Unfused(
-                f"{types['q'].removeprefix('*')}-d{head_dim}",
-                invariant_attend_kernel,
-                {**types, "sums": "*fp32", "scale": "fp32"},
-                {
-                    **_sizes(dtype, head_dim, head_dim), **NOTHING_BESIDE,
-                    "slopes": None, "ROUNDS": False, "CHUNK": 0,
-                },
-                c.num_warps,
-                c.num_stages,
-                (*_POINTERS, *STRIDES),
+            yield Shipped.of(
+                f"{TYPE_NAMES[dtype]}-d{head_dim}",
+                invariant_attend_kernel, {dtype: (*ROWS, "out")}, types_of(),
+                **_sizes(dtype, head_dim, head_dim),
             )  # fmt: skip

@@ -16,7 +16,8 @@ import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.attend_chunks import place_of_bit
-from specc.kernels.cuda.attend_rows import find_tokens, load_keys
+from specc.kernels.cuda.attend_kernels import products
+from specc.kernels.cuda.attend_rows import find_tokens
 from specc.kernels.cuda.attend_slopes import biases, count_bits, nodes_from
 from specc.kernels.cuda.attend_softmax import LOG2E, capped, end_softmax, start_softmax, take_scores
 
@@ -147,18 +148,7 @@ def _take_block(
     m_v = m_key & (tl.max(m_seen.to(tl.int32), 1) > 0)
     o_dv = tl.arange(0, BDV)
     b_v = tl.load(p_v[:, None] + o_dv[None, :], mask=m_v[:, None] & (o_dv < DV)[None, :], other=0.0)
-    if BC == BD:
-        b_k = load_keys(p_k[:, None], tl.arange(0, BD), m_key, D, BD, True)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
-    else:
-        # without tensor cores a thread holds whole rows of its operands: a few columns at a time
-        b_s = tl.zeros([b_q.shape[0], o_key.shape[0]], tl.float32)
-        for i in tl.static_range(0, BD, BC):
-            o_c = i + tl.arange(0, BC)
-            m_q = m_row[:, None] & (o_c < D)[None, :]
-            b_part = tl.load(p_q[:, None] + o_c[None, :], mask=m_q, other=0.0)
-            b_k = load_keys(p_k[:, None], o_c, m_key, D, BD, True)
-            b_s = tl.dot(b_part, tl.trans(b_k), b_s, input_precision="ieee")
+    b_s = products(b_q, p_q, m_row, p_k, None, m_key, D, BD, BC, True)
     own_scale = qk_scale
     if softcap is not None:
         b_s = capped(b_s, qk_scale, softcap)

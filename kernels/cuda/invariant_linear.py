@@ -18,7 +18,6 @@ from torch import Tensor
 from specc.kernels.cuda.few_rows import check_linear, in_rows
 from specc.kernels.cuda.few_rows_loops import plain_part
 from specc.kernels.cuda.few_rows_tiles import Tile
-from specc.kernels.cuda.sampling import Unfused
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.skinny_linear import store
 from specc.kernels.cuda.strided_rows import FLOATS
@@ -57,19 +56,14 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 def shipped(capability: int) -> Iterator[Shipped]:
     """Both tiles of each dtype, with and without a bias; the same for all capabilities."""
     for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
+        types = {dtype: ("x", "weight", "bias", "out")}
         for tile in TILES[dtype]:
-            for has_bias in (False, True):
-                given = ("x", "weight", "out", *(("bias",) if has_bias else ()))
-                yield Unfused(
-                    name=f"{pointer[1:]}-{tile.name}{'-bias' if has_bias else ''}",
-                    kernel=_invariant_linear_kernel,
-                    signature=dict.fromkeys(given, pointer)
-                    | dict.fromkeys(("num_rows", "size", "K"), "i32"),
-                    constexprs=({} if has_bias else {"bias": None}) | tile.sizes,
-                    **tile.options,
-                    divisible=(*given, "K"),
-                )
+            for suffix, absent in (("", {"bias": None}), ("-bias", {})):
+                yield Shipped.of(
+                    f"{TYPE_NAMES[dtype]}-{tile.name}{suffix}",
+                    _invariant_linear_kernel, types,
+                    **tile.sizes, **tile.options, **absent, enable_fp_fusion=False,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "size"])

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.artifact.kv_rows import SCALE_BYTES, holds_quantized
+from specc.kernels.cuda.strided_rows import check, said
 from specc.kernels.reference.kv_rows import LEAST, MOST_CODE
 
 _LEAST = tl.constexpr(LEAST)
@@ -29,11 +30,9 @@ def check_words(operator: str, caches: Mapping[str, Tensor]) -> None:
     """Raises ValueError: quantized rows that do not begin and end at words of four bytes."""
     for name, cache in caches.items():
         steps = *cache.stride()[:-1], cache.storage_offset(), cache.shape[-1]
-        if holds_quantized(cache.dtype) and any(step % SCALE_BYTES for step in steps):
-            raise ValueError(
-                f"{operator}: found {name} {tuple(cache.shape)} of strides {cache.stride()} in"
-                f" {cache.dtype}; needed heads of a multiple of {SCALE_BYTES} columns"
-            )
+        is_right = not holds_quantized(cache.dtype) or all(x % SCALE_BYTES == 0 for x in steps)
+        needed = f"heads of a multiple of {SCALE_BYTES} columns"
+        check(is_right, operator, said(name, cache), needed)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.shipped import Shipped
-from specc.kernels.cuda.strided_rows import check
+from specc.kernels.cuda.strided_rows import check, check_tensors, row_strides
 
 NAME = "leave_step"
 BLOCK = 64
@@ -32,15 +32,9 @@ def leave_step(
     """See `leave_step_reference`."""
     batch, width = output_tokens.shape
     num_drafts = 0 if draft_lens is None else draft_lens.shape[0]
-    rows = (("results", results), ("last_tokens", last_tokens), ("output_tokens", output_tokens))
-    for name, tensor in (*rows, ("next_last_tokens", next_last_tokens)):
-        is_dense = tensor.dim() == 2 and (tensor.shape[1] == 1 or tensor.stride(1) == 1)
-        check(
-            is_dense and tensor.dtype == torch.int64 and len(tensor) == batch,
-            NAME,
-            f"{name} {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}",
-            f"int64 [{batch}, any], rows of one piece",
-        )
+    rows = {"results": results, "last_tokens": last_tokens, "output_tokens": output_tokens}
+    rows |= {"next_last_tokens": next_last_tokens}
+    check_tensors(NAME, torch.int64, (batch, "any"), **rows)
     needed = 2 + width + num_drafts
     check(
         results.shape[1] >= needed and next_last_tokens.shape == last_tokens.shape,
@@ -48,29 +42,18 @@ def leave_step(
         f"results {list(results.shape)}, next_last_tokens {list(next_last_tokens.shape)}",
         f"{needed} columns or more, and {list(last_tokens.shape)}",
     )
-    lengths = (("cache_len", cache_len), ("num_accepted", num_accepted))
-    for name, tensor in (*lengths, ("next_cache_len", next_cache_len)):
-        is_plain = tensor.shape == (batch,) and tensor.is_contiguous()
-        check(
-            is_plain and tensor.dtype == torch.int32,
-            NAME,
-            f"{name} {tensor.dtype} {list(tensor.shape)}",
-            f"contiguous int32 [{batch}]",
-        )
+    check_tensors(
+        NAME, torch.int32, (batch,), is_contiguous=True,
+        cache_len=cache_len, num_accepted=num_accepted, next_cache_len=next_cache_len,
+    )  # fmt: skip
     if draft_lens is not None:
-        is_plain = draft_lens.shape == (num_drafts, batch) and draft_lens.is_contiguous()
-        check(
-            is_plain and draft_lens.dtype == torch.int32,
-            NAME,
-            f"draft_lens {draft_lens.dtype} {list(draft_lens.shape)}",
-            f"contiguous int32 [drafts, {batch}]",
-        )
+        shape = (num_drafts, batch)
+        check_tensors(NAME, torch.int32, shape, is_contiguous=True, draft_lens=draft_lens)
     if batch:
         leave_step_kernel[(batch,)](
             results, last_tokens, cache_len, num_accepted, output_tokens, next_cache_len,
             next_last_tokens, draft_lens, width, last_tokens.shape[1], num_drafts, batch,
-            results.stride(0), last_tokens.stride(0), output_tokens.stride(0),
-            next_last_tokens.stride(0),
+            *row_strides(results, last_tokens, output_tokens, next_last_tokens),
             BLOCK=BLOCK,
             num_warps=1,
             **launch_options(None),
@@ -79,20 +62,11 @@ def leave_step(
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """With and without drafts."""
-    for has_drafts in (False, True):
-        wide = ("results", "last_tokens", "output_tokens", "next_last_tokens")
-        narrow = ("cache_len", "num_accepted", "next_cache_len", *(("draft_lens",) * has_drafts))
-        item = Shipped(
-            name="drafts" if has_drafts else "off",
-            kernel=leave_step_kernel,
-            signature=dict.fromkeys(wide, "*i64")
-            | dict.fromkeys(narrow, "*i32")
-            | dict.fromkeys(_COUNTS, "i32"),
-            constexprs={"BLOCK": BLOCK} | ({} if has_drafts else {"draft_lens": None}),
-            num_warps=1,
-            num_stages=3,
-            divisible=(*wide, *narrow),
-        )
+    wide = ("results", "last_tokens", "output_tokens", "next_last_tokens")
+    narrow = ("cache_len", "num_accepted", "next_cache_len", "draft_lens")
+    types = {torch.int64: wide, torch.int32: narrow}
+    for name, absent in (("off", {"draft_lens": None}), ("drafts", {})):
+        item = Shipped.of(name, leave_step_kernel, types, BLOCK=BLOCK, num_warps=1, **absent)
         yield from with_dependent(item, capability, None)
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.strided_rows import check
 from specc.kernels.cuda.trees import check_history, token_places
 from specc.speculation.tree import MAX_NODES
 
@@ -23,6 +24,7 @@ PART = 1024
 PARTS = 128
 # of what lies in no block: differs from all tokens
 NO_TOKEN = tl.constexpr(-(1 << 63))
+_COUNTS = ("table_stride", "num_columns", "num_blocks", "block_size", "num_last", "num_parts")
 
 
 @triton.jit
@@ -33,17 +35,7 @@ def tokens_at(b_place, history, p_table, block_size, num_columns, num_blocks):
     return tl.where(b_row >= 0, b_token, NO_TOKEN)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "num_columns",
-        "num_blocks",
-        "block_size",
-        "num_last",
-        "ngram",
-        "num_parts",
-    ]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "ngram"])
 def lookup_parts_kernel(
     history,
     block_table,
@@ -83,17 +75,7 @@ def lookup_parts_kernel(
     tl.store(keys + i_b * num_parts + i_p, tl.max(b_key, 0))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "num_columns",
-        "num_blocks",
-        "block_size",
-        "num_last",
-        "num_tokens",
-        "num_parts",
-    ]
-)
+@triton.jit(do_not_specialize=[*_COUNTS, "num_tokens"])
 def lookup_tokens_kernel(
     history,
     block_table,
@@ -153,11 +135,9 @@ def lookup(
     num_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     check_history("lookup", history, block_table, cache_len, last_tokens)
-    if ngram < 1 or not 1 <= num_tokens < MAX_NODES:
-        raise ValueError(
-            f"lookup: found an ngram of {ngram} and {num_tokens} tokens; needed 1 or more, and"
-            f" 1 … {MAX_NODES - 1}"
-        )
+    is_right = ngram >= 1 and 1 <= num_tokens < MAX_NODES
+    found = f"an ngram of {ngram} and {num_tokens} tokens"
+    check(is_right, "lookup", found, f"1 or more, and 1 … {MAX_NODES - 1}")
     batch, device = len(cache_len), history.device
     num_blocks, block_size = history.shape
     num_columns = block_table.shape[1]
@@ -185,31 +165,10 @@ def lookup(
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: a few integers."""
-    pointers = ("history", "block_table", "cache_len")
-    counts = ("table_stride", "num_columns", "num_blocks", "block_size", "num_last", "num_parts")
-    signature = {
-        **dict.fromkeys(pointers, "*i32"),
-        **dict.fromkeys(("last_tokens", "keys"), "*i64"),
-        **dict.fromkeys(counts, "i32"),
-    }
-    yield Shipped(
-        name="parts",
-        kernel=lookup_parts_kernel,
-        signature={**signature, "ngram": "i32"},
-        constexprs={"PART": PART},
-        num_warps=4,
-        num_stages=3,
-        divisible=(*pointers, "last_tokens", "keys"),
-    )
+    integers, tokens = ("history", "block_table", "cache_len"), ("last_tokens", "keys")
+    types = {torch.int32: integers, torch.int64: tokens}
+    yield Shipped.of("parts", lookup_parts_kernel, types, PART=PART)
+    types = {torch.int32: (*integers, "parents"), torch.int64: (*tokens, "tokens")}
     for num_tokens in (3, 7, 15, 63, 1023):
         sizes = tokens_config(num_tokens)
-        num_warps = sizes.pop("num_warps")
-        yield Shipped(
-            name=f"tokens-{num_tokens}",
-            kernel=lookup_tokens_kernel,
-            signature={**signature, "tokens": "*i64", "parents": "*i32", "num_tokens": "i32"},
-            constexprs=sizes,
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=(*pointers, "last_tokens", "keys", "tokens", "parents"),
-        )
+        yield Shipped.of(f"tokens-{num_tokens}", lookup_tokens_kernel, types, **sizes)

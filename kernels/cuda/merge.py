@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.shipped import Shipped, Types
+from specc.kernels.cuda.strided_rows import check, check_tensors, row_strides, said
 from specc.kernels.cuda.tree_expand import NO_KEY, order_key
 from specc.speculation.tree import MAX_NODES, WORD_BITS
 
@@ -178,12 +179,10 @@ def merge_trees(
     tokens: Tensor, parents: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_trees("merge_trees", tokens, parents, MAX_NODES)
-    if start.dim() != 1 or start.dtype != torch.int32 or not 2 <= len(start) <= tokens.shape[1] + 1:
-        raise ValueError(
-            f"merge_trees: found start {list(start.shape)} of {start.dtype};"
-            f" needed [S + 1] of int32, 1 to {tokens.shape[1]} trees"
-        )
     batch, total = tokens.shape
+    is_right = start.dim() == 1 and start.dtype == torch.int32 and 2 <= len(start) <= total + 1
+    needed = f"[S + 1] of torch.int32, 1 to {total} trees"
+    check(is_right, "merge_trees", said("start", start), needed)
     num_trees = len(start) - 1
     num_nodes = 1 + total - num_trees
     out_tokens = torch.empty(batch, num_nodes, dtype=torch.int64, device=tokens.device)
@@ -200,9 +199,7 @@ def merge_trees(
             out_parents,
             image,
             count,
-            tokens.stride(0),
-            parents.stride(0),
-            start.stride(0),
+            *row_strides(tokens, parents, start),
             num_nodes,
             T=total,
             S=num_trees,
@@ -216,16 +213,10 @@ def rerank_tree(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_trees("rerank_tree", tokens, parents, MAX_CANDIDATES)
     batch, num_candidates = tokens.shape
-    if scores.shape != tokens.shape or scores.dtype != torch.float32 or not _is_dense(scores):
-        raise ValueError(
-            f"rerank_tree: found scores {list(scores.shape)} of {scores.dtype}, strides"
-            f" {scores.stride()}; needed {list(tokens.shape)} of float32, rows of one piece"
-        )
-    if not 1 <= num_nodes <= min(num_candidates, MAX_NODES):
-        raise ValueError(
-            f"rerank_tree: found {num_nodes} nodes of {num_candidates} candidates;"
-            f" needed 1 … {min(num_candidates, MAX_NODES)}"
-        )
+    check_tensors("rerank_tree", torch.float32, tokens.shape, scores=scores)
+    found = f"{num_nodes} nodes of {num_candidates} candidates"
+    most = min(num_candidates, MAX_NODES)
+    check(1 <= num_nodes <= most, "rerank_tree", found, f"1 … {most}")
     out_tokens = torch.empty(batch, num_nodes, dtype=torch.int64, device=tokens.device)
     out_parents = torch.empty(batch, num_nodes, dtype=torch.int32, device=tokens.device)
     kept = torch.empty(batch, num_nodes, dtype=torch.int32, device=tokens.device)
@@ -237,9 +228,7 @@ def rerank_tree(
             out_tokens,
             out_parents,
             kept,
-            tokens.stride(0),
-            parents.stride(0),
-            scores.stride(0),
+            *row_strides(tokens, parents, scores),
             num_candidates,
             N=num_nodes,
             **rerank_config(num_candidates),
@@ -248,14 +237,9 @@ def rerank_tree(
 
 
 def ancestor_words(parents: Tensor) -> tuple[Tensor, Tensor]:
-    if parents.dim() != 2 or parents.dtype != torch.int32 or not _is_dense(parents):
-        raise ValueError(
-            f"ancestor_words: found parents {list(parents.shape)} of {parents.dtype}, strides"
-            f" {parents.stride()}; needed [B, N] of int32, rows of one piece"
-        )
+    check_tensors("ancestor_words", torch.int32, ("B", "N"), parents=parents)
     batch, num_nodes = parents.shape
-    if not 1 <= num_nodes <= MAX_NODES:
-        raise ValueError(f"ancestor_words: found {num_nodes} nodes; needed 1 … {MAX_NODES}")
+    check_nodes("ancestor_words", num_nodes)
     num_words = triton.cdiv(num_nodes, WORD_BITS)
     words = torch.empty(batch * num_nodes, num_words, dtype=torch.int64, device=parents.device)
     depths = torch.empty(batch * num_nodes, dtype=torch.int32, device=parents.device)
@@ -267,74 +251,33 @@ def ancestor_words(parents: Tensor) -> tuple[Tensor, Tensor]:
     return words, depths
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.dim() == 2 and (tensor.shape[1] == 1 or tensor.stride(1) == 1)
+def check_nodes(operator: str, num_nodes: int, most: int = MAX_NODES) -> None:
+    """Refuse more nodes than a tree has."""
+    check(1 <= num_nodes <= most, operator, f"{num_nodes} nodes", f"1 … {most}")
 
 
 def _check_trees(operator: str, tokens: Tensor, parents: Tensor, most: int) -> None:
-    is_dense = _is_dense(tokens) and _is_dense(parents)
-    dtypes = (tokens.dtype, parents.dtype)
-    if not is_dense or tokens.shape != parents.shape or dtypes != (torch.int64, torch.int32):
-        raise ValueError(
-            f"{operator}: found tokens {list(tokens.shape)} of {tokens.dtype}, parents"
-            f" {list(parents.shape)} of {parents.dtype}, strides {tokens.stride()},"
-            f" {parents.stride()}; needed [B, N] of int64 and int32, rows of one piece"
-        )
-    if not 1 <= tokens.shape[1] <= most:
-        raise ValueError(f"{operator}: found {tokens.shape[1]} nodes; needed 1 … {most}")
+    check_tensors(operator, torch.int64, ("B", "N"), tokens=tokens)
+    check_tensors(operator, torch.int32, tokens.shape, parents=parents)
+    check_nodes(operator, tokens.shape[1], most)
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: a few integers."""
+    tokens = ("tokens", "out_tokens")
+    types: Types = {torch.int64: tokens}
+    types |= {torch.int32: ("parents", "start", "out_parents", "image", "count")}
     for num_trees, tree_nodes in ((2, 8), (2, 32), (3, 64), (4, 256)):
-        total = num_trees * tree_nodes
+        name, total = f"merge-{num_trees}x{tree_nodes}", num_trees * tree_nodes
         sizes = merge_config(total, 1 + total - num_trees, num_trees)
-        num_warps = sizes.pop("num_warps")
-        merged = ("tokens", "parents", "start", "out_tokens", "out_parents", "image", "count")
-        yield Shipped(
-            name=f"merge-{num_trees}x{tree_nodes}",
-            kernel=merge_trees_kernel,
-            signature={
-                **{name: "*i64" if "tokens" in name else "*i32" for name in merged},
-                **dict.fromkeys(("token_stride", "parent_stride", "start_stride"), "i32"),
-                "num_nodes": "i32",
-            },
-            constexprs={"T": total, "S": num_trees, **sizes},
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=merged,
-        )
+        yield Shipped.of(name, merge_trees_kernel, types, T=total, S=num_trees, **sizes)
+    types = {torch.int64: tokens, torch.float32: ("scores",)}
+    types |= {torch.int32: ("parents", "out_parents", "kept")}
     for num_candidates, num_nodes in ((43, 16), (511, 60), (1024, 256), (4096, 1024)):
+        name = f"rerank-{num_candidates}-to-{num_nodes}"
         sizes = rerank_config(num_candidates)
-        num_warps = sizes.pop("num_warps")
-        ranked = ("tokens", "parents", "scores", "out_tokens", "out_parents", "kept")
-        yield Shipped(
-            name=f"rerank-{num_candidates}-to-{num_nodes}",
-            kernel=rerank_tree_kernel,
-            signature={
-                **{name: "*i64" if "tokens" in name else "*i32" for name in ranked},
-                "scores": "*fp32",
-                **dict.fromkeys(("token_stride", "parent_stride", "score_stride"), "i32"),
-                "num_candidates": "i32",
-            },
-            constexprs={"N": num_nodes, **sizes},
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=ranked,
-        )
+        yield Shipped.of(name, rerank_tree_kernel, types, N=num_nodes, **sizes)
+    types = {torch.int64: ("words",), torch.int32: ("parents", "depths")}
     for num_nodes in (8, 60, 256, 1024):
-        sizes = words_config(num_nodes)
-        num_warps = sizes.pop("num_warps")
-        yield Shipped(
-            name=f"ancestor-words-{num_nodes}",
-            kernel=ancestor_words_kernel,
-            signature={
-                **dict.fromkeys(("parents", "depths"), "*i32"),
-                "words": "*i64",
-                **dict.fromkeys(("parent_stride", "num_nodes", "num_words"), "i32"),
-            },
-            constexprs=sizes,
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=("parents", "words", "depths"),
-        )
+        name = f"ancestor-words-{num_nodes}"
+        yield Shipped.of(name, ancestor_words_kernel, types, **words_config(num_nodes))

@@ -20,13 +20,14 @@ from specc.kernels.cuda.row_options import (
     NUM_PROMPT,
     RULE,
     SEED,
-    Bounded,
     factor_of,
     has_filter,
     is_sampled,
 )
+from specc.kernels.cuda.row_scan import ROW_INTEGERS
 from specc.kernels.cuda.sampling import LANES
 from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, with_any_vocab
+from specc.kernels.cuda.strided_rows import row_strides
 from specc.kernels.cuda.tree_context import has_penalty, scores_at
 from specc.kernels.cuda.tree_expand import DTYPES, NO_KEY, order_key
 
@@ -55,19 +56,7 @@ def _best_token(row, first, num_blocks, BV: tl.constexpr):
     return tl.max(order_key(b_best, b_token), 0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "value_stride",
-        "word_stride",
-        "len_stride",
-        "token_stride",
-        "parent_stride",
-        "num_rows",
-        "first_node",
-        "num_parts",
-        "num_blocks",
-    ]
-)
+@triton.jit(do_not_specialize=ROW_INTEGERS)
 def node_best_kernel(
     logits,
     values,
@@ -196,12 +185,7 @@ def node_best(
         tokens,
         parents,
         best,
-        logits.stride(0),
-        values.stride(0),
-        words.stride(0),
-        cache_len.stride(0),
-        tokens.stride(0),
-        parents.stride(0),
+        *row_strides(logits, values, words, cache_len, tokens, parents),
         vocab,
         num_rows // len(tokens),
         first_node,
@@ -219,34 +203,17 @@ def node_best(
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability."""
+    types = {torch.int64: ("words", "tokens", "best"), torch.float32: ("values", "stats")}
+    types |= {torch.int32: ("cache_len", "depths", "counts", "parents")}
+    sizes = config(1, 131072)
     for dtype in DTYPES:
         for all_rules in (False, True):
-            # a root is the last column of a step's tokens: not aligned
-            tokens = () if all_rules else ("tokens",)
-            item = Bounded(
-                name=f"{'roots' if all_rules else 'nodes'}-{TYPE_NAMES[dtype]}",
-                kernel=node_best_kernel,
-                signature={
-                    "logits": f"*{TYPE_NAMES[dtype]}",
-                    "values": "*fp32", "stats": "*fp32",
-                    **dict.fromkeys(("words", "tokens", "best"), "*i64"),
-                    **dict.fromkeys(("cache_len", "depths", "counts", "parents"), "*i32"),
-                    **dict.fromkeys(("row_stride", "value_stride", "word_stride"), "i32"),
-                    **dict.fromkeys(("len_stride", "token_stride", "parent_stride"), "i32"),
-                    **dict.fromkeys(("vocab", "num_rows", "first_node"), "i32"),
-                    **dict.fromkeys(("num_parts", "num_blocks"), "i32"),
-                },
-                constexprs={
-                    "ALL_RULES": all_rules,
-                    "BV": config(1, 131072)["BV"],
-                    "BQ": config(1, 131072)["BQ"],
-                },
-                num_warps=4,
-                num_stages=3,
-                max_registers=MAX_REGISTERS,
-                divisible=(
-                    "logits", "values", "stats", "words", "best", "cache_len", *tokens,
-                    "depths", "counts", "parents", "row_stride", "vocab",
-                ),
+            item = Shipped.of(
+                f"{'roots' if all_rules else 'nodes'}-{TYPE_NAMES[dtype]}",
+                node_best_kernel, {dtype: ("logits",)}, types,
+                # a root is the last column of a step's tokens
+                unaligned=("tokens",) if all_rules else (),
+                ALL_RULES=all_rules, BV=sizes["BV"], BQ=sizes["BQ"],
+                maxnreg=MAX_REGISTERS, enable_fp_fusion=False,
             )  # fmt: skip
             yield from with_any_vocab(item, max_registers=MAX_ODD_REGISTERS)

@@ -18,6 +18,7 @@ from specc.kernels.cuda.node_best import node_best
 from specc.kernels.cuda.row_filters import row_filters
 from specc.kernels.cuda.row_options import check_options
 from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.strided_rows import check
 from specc.kernels.cuda.tree_context import tree_context
 from specc.kernels.cuda.tree_expand import NO_KEY, token_of
 from specc.sampling.rows import Rule
@@ -53,11 +54,12 @@ def node_winners(
     check_history("node_winners", batch, history, block_table)
     num_rows, vocab = logits.shape
     size = num_rows // max(batch, 1)
-    if size * batch != num_rows or not 0 <= first_node <= num_nodes - size:
-        raise ValueError(
-            f"node_winners: found {num_rows} rows of logits from node {first_node} on; needed"
-            f" B * T of {batch} trees of {num_nodes} nodes"
-        )
+    check(
+        size * batch == num_rows and 0 <= first_node <= num_nodes - size,
+        "node_winners",
+        f"{num_rows} rows of logits from node {first_node} on",
+        f"B * T of {batch} trees of {num_nodes} nodes",
+    )
     if num_rows == 0:
         return tokens.new_empty(0)
     rows = (values, words, cache_len)
@@ -88,15 +90,5 @@ def row_winners(best: Tensor, depths: Tensor, vocab: int) -> Tensor:
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: integers alone."""
-    yield Shipped(
-        name="winners",
-        kernel=winners_kernel,
-        signature={
-            "best": "*i64", "depths": "*i32", "winners": "*i64",
-            **dict.fromkeys(("vocab", "num_parts"), "i32"),
-        },
-        constexprs={"BS": KEYS},
-        num_warps=1,
-        num_stages=3,
-        divisible=("best", "depths", "winners"),
-    )  # fmt: skip
+    types = {torch.int64: ("best", "winners"), torch.int32: ("depths",)}
+    yield Shipped.of("winners", winners_kernel, types, BS=KEYS, num_warps=1)

@@ -7,7 +7,7 @@ state) get a program each; short ones (heads, as in Qwen3) share one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -20,30 +20,26 @@ from specc.kernels.cuda.strided_rows import FLOATS, check, rows_of
 MAX_SIZE = 16384
 
 
-@dataclass(frozen=True)
-class RmsNormConfig:
-    """Rows and columns of a program, and its warps."""
-
-    block_r: int
-    block_d: int
-    num_warps: int
+def _config(block_r: int, block_d: int, num_warps: int) -> dict[str, Any]:
+    """Keywords of a launch: rows and columns of a program, and its warps."""
+    return {"BLOCK_R": block_r, "BLOCK_D": block_d, "num_warps": num_warps, "num_stages": 1}
 
 
 # 16 elements a thread and at least two warps; 32 elements of the longest rows, which spills nothing
 _CONFIGS = {
-    64: RmsNormConfig(16, 64, 2),
-    128: RmsNormConfig(8, 128, 2),
-    256: RmsNormConfig(4, 256, 2),
-    512: RmsNormConfig(2, 512, 2),
-    1024: RmsNormConfig(1, 1024, 2),
-    2048: RmsNormConfig(1, 2048, 4),
-    4096: RmsNormConfig(1, 4096, 8),
-    8192: RmsNormConfig(1, 8192, 8),
-    16384: RmsNormConfig(1, 16384, 16),
+    64: _config(16, 64, 2),
+    128: _config(8, 128, 2),
+    256: _config(4, 256, 2),
+    512: _config(2, 512, 2),
+    1024: _config(1, 1024, 2),
+    2048: _config(1, 2048, 4),
+    4096: _config(1, 4096, 8),
+    8192: _config(1, 8192, 8),
+    16384: _config(1, 16384, 16),
 }
 
 
-def config(size: int) -> RmsNormConfig:
+def config(size: int) -> dict[str, Any]:
     """Launch parameters for rows of `size` elements, on every device and for every dtype."""
     return _CONFIGS[max(64, triton.next_power_of_2(size))]
 
@@ -75,23 +71,11 @@ def add_rms_norm(
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration, with and without the sum; the same for all capabilities."""
     for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
+        types = {dtype: ("x", "residual", "gamma", "out", "total"), float: ("eps", "offset")}
         for item in _CONFIGS.values():
-            for is_sum in (False, True):
-                given = ("x", "gamma", "out", *(("residual", "total") if is_sum else ()))
-                strides = ("x_outer", "x_inner", "residual_outer", "residual_inner")
-                absent = {} if is_sum else {"residual": None, "total": None}
-                own = Shipped(
-                    name=f"{pointer[1:]}-{'add' if is_sum else 'norm'}-d{item.block_d}",
-                    kernel=_rms_norm_kernel,
-                    signature=dict.fromkeys(given, pointer)
-                    | dict.fromkeys(("num_rows", "num_inner", "D", *strides), "i32")
-                    | {"eps": "fp32", "offset": "fp32"},
-                    constexprs=absent | {"BLOCK_R": item.block_r, "BLOCK_D": item.block_d},
-                    num_warps=item.num_warps,
-                    num_stages=1,
-                    divisible=(*given, "D", *strides),
-                )
+            for kind, absent in (("norm", ("residual", "total")), ("add", ())):
+                name = f"{TYPE_NAMES[dtype]}-{kind}-d{item['BLOCK_D']}"
+                own = Shipped.of(name, _rms_norm_kernel, types, **item, **dict.fromkeys(absent))
                 yield from with_dependent(own, capability, dtype)
 
 
@@ -125,7 +109,7 @@ def _launch(
         return
     rows = rows_of(x) if residual is None else rows_of(x, residual)
     item = config(x.shape[-1])
-    _rms_norm_kernel[(triton.cdiv(rows.num_rows, item.block_r),)](
+    _rms_norm_kernel[(triton.cdiv(rows.num_rows, item["BLOCK_R"]),)](
         rows.tensors[0],
         None if residual is None else rows.tensors[1],
         weight,
@@ -138,11 +122,8 @@ def _launch(
         *rows.strides[-1],
         float(eps),
         float(unit_offset),
-        BLOCK_R=item.block_r,
-        BLOCK_D=item.block_d,
+        **item,
         **launch_options(x.dtype),
-        num_warps=item.num_warps,
-        num_stages=1,
     )
 
 

@@ -7,26 +7,22 @@ values to the cache. `specc::norm_rope_write` normalizes heads of q and k before
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.kv_quantized import codes_of, in_words, largest_of, store_row, store_scales
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, Types
 from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.cuda.write_kv import DTYPES, SEARCH, cache_rows, check_cache
 
-_NOT_SPECIALIZED: tuple[str, ...] = (
-    "num_tokens",
-    "num_seqs",
-    "num_heads",
-    "num_kv_heads",
-    "num_blocks",
-)
-_NOT_SPECIALIZED += ("num_pages", "block_size", "stride_table")
+_NOT_SPECIALIZED = (
+    "num_tokens", "num_seqs", "num_heads", "num_kv_heads", "num_blocks", "num_pages", "block_size",
+    "stride_table",
+)  # fmt: skip
 
 
 @triton.jit
@@ -268,8 +264,8 @@ def _launch(
     if num_tokens == 0:
         return out.transpose(0, 1)
     size = cos.shape[1]
-    found = config(num_tokens) if norm is None else normed_config(head_dim)
-    block_t, block_h, num_warps = found
+    blocks = _blocks(*(config(num_tokens) if norm is None else normed_config(head_dim)))
+    block_t, block_h = blocks["BT"], blocks["BH"]
     num_groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     _rope_write_kernel[(triton.cdiv(num_tokens, block_t), num_groups)](
         q, k, v, cos, sin, k_cache, v_cache, q_start, slot, block_table, out,
@@ -279,10 +275,7 @@ def _launch(
         *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
         **_sizes(head_dim, value_dim, size),
         **launch_options(q.dtype),
-        BT=block_t,
-        BH=block_h,
-        BB=SEARCH,
-        num_warps=num_warps,
+        **blocks,
     )  # fmt: skip
     return out.transpose(0, 1)
 
@@ -293,87 +286,57 @@ def _sizes(head_dim: int, value_dim: int, size: int) -> dict[str, int]:
     return {**sizes, "BR": triton.next_power_of_2(size // 2), "BREST": rest}
 
 
+def _blocks(block_t: int, block_h: int, num_warps: int) -> dict[str, int]:
+    return {"BT": block_t, "BH": block_h, "BB": SEARCH, "num_warps": num_warps}
+
+
 def _check_rotation(operator: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     num_tokens, head_dim = q.shape[1:]
-    if k.shape[1:] != q.shape[1:] or q.dtype not in DTYPES:
-        raise ValueError(
-            f"{operator}: found q {q.dtype} {tuple(q.shape)} and k {tuple(k.shape)};"
-            f" needed [H, Nt, D] and [HK, Nt, D] of {', '.join(map(str, DTYPES))}"
-        )
-    size = cos.shape[-1]
-    is_valid = cos.shape == sin.shape == (num_tokens, size) and 0 < size <= head_dim
-    if not is_valid or size % 2:
-        raise ValueError(
-            f"{operator}: found cos {tuple(cos.shape)} and sin {tuple(sin.shape)};"
-            f" needed [{num_tokens}, R], R even and at most {head_dim}"
-        )
+    size, dtypes = cos.shape[-1], ", ".join(map(str, DTYPES))
+    check(
+        k.shape[1:] == q.shape[1:] and q.dtype in DTYPES,
+        operator,
+        f"q {q.dtype} {tuple(q.shape)} and k {tuple(k.shape)}",
+        f"[H, Nt, D] and [HK, Nt, D] of {dtypes}",
+    )
+    is_right = cos.shape == sin.shape == (num_tokens, size) and 0 < size <= head_dim
+    check(
+        is_right and size % 2 == 0,
+        operator,
+        f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)}",
+        f"[{num_tokens}, R], R even and at most {head_dim}",
+    )
     for label, tensor in {"q": q, "cos": cos, "sin": sin}.items():
-        if tensor.dtype not in DTYPES or tensor.stride(-1) != 1:
-            raise ValueError(
-                f"{operator}: found {label} {tensor.dtype} of strides {tensor.stride()};"
-                f" needed {', '.join(map(str, DTYPES))}, and 1 in the last dimension"
-            )
+        is_right = tensor.dtype in DTYPES and tensor.stride(-1) == 1
+        found = f"{label} {tensor.dtype} of strides {tensor.stride()}"
+        check(is_right, operator, found, f"{dtypes}, and 1 in the last dimension")
 
 
 # (head size, rotated elements): whole heads, and the partial rotation of a quarter and a half
-_SHIPPED_SIZES: tuple[tuple[int, int], ...] = (
-    (64, 64),
-    (64, 16),
-    (80, 80),
-    (80, 32),
-    (96, 96),
-    (128, 128),
-    (128, 64),
-)
-_SHIPPED_SIZES += ((256, 256), (256, 64))
+_SHIPPED_SIZES = (
+    (64, 64), (64, 16), (80, 80), (80, 32), (96, 96), (128, 128), (128, 64), (256, 256), (256, 64),
+)  # fmt: skip
 # with norms: Qwen3 and Gemma 3 (128 and 256), GLM-4.5 (a half), Qwen3-Next (a quarter); 64 in small
 # ones
 NORMED_SIZES = ((64, 64), (128, 128), (128, 64), (256, 256), (256, 64))
 # what a kernel without norms has not
 _NORM = ("q_gamma", "k_gamma", "eps", "offset")
-_STRIDES: tuple[str, ...] = (
-    "stride_qh",
-    "stride_qt",
-    "stride_kh",
-    "stride_kt",
-    "stride_vh",
-    "stride_vt",
-)
-_STRIDES += ("stride_cos", "stride_sin", "stride_kcb", "stride_kcs", "stride_kch")
-_STRIDES += ("stride_vcb", "stride_vcs", "stride_vch")
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
-    tensors = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "out")
+    rows = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "out", "q_gamma", "k_gamma")
+    types: Types = {torch.int32: ("q_start", "slot", "block_table"), float: ("eps", "offset")}
     for dtype in DTYPES:
-        pointers = dict.fromkeys(tensors, f"*{TYPE_NAMES[dtype]}")
-        pointers |= dict.fromkeys(("q_start", "slot", "block_table"), "*i32")
         for head_dim, size in _SHIPPED_SIZES:
-            for block_t, block_h, num_warps in (config(1), config(512)):
-                blocks = {"BT": block_t, "BH": block_h, "BB": SEARCH}
-                own = Shipped(
-                    f"rope_write-{TYPE_NAMES[dtype]}-d{head_dim}-r{size}-tokens{block_t}",
-                    _rope_write_kernel,
-                    {**pointers, **dict.fromkeys((*_NOT_SPECIALIZED, *_STRIDES), "i32")},
-                    {**_sizes(head_dim, head_dim, size), **blocks, **dict.fromkeys(_NORM)},
-                    num_warps,
-                    3,
-                    (*pointers, *_STRIDES),
-                )
-                yield from with_dependent(own, capability, dtype)
-                if block_t == 1 and (head_dim, size) in NORMED_SIZES:
-                    yield from with_dependent(_normed(own), capability, dtype)
-
-
-def _normed(own: Shipped) -> Shipped:
-    """The same with norms in front."""
-    types = (own.signature["q"], own.signature["q"], "fp32", "fp32")
-    return replace(
-        own,
-        name=own.name.replace("rope_write", "norm_rope_write").removesuffix("-tokens1"),
-        signature={**own.signature, **dict(zip(_NORM, types, strict=True))},
-        constexprs={name: x for name, x in own.constexprs.items() if name not in _NORM},
-        num_warps=normed_config(own.constexprs["D"])[2],
-        divisible=(*own.divisible, *_NORM[:2]),
-    )
+            name = f"rope_write-{TYPE_NAMES[dtype]}-d{head_dim}-r{size}"
+            found: list[tuple[str, tuple[int, int, int], tuple[str, ...]]]
+            found = [(f"{name}-tokens{c[0]}", c, _NORM) for c in (config(1), config(512))]
+            if (head_dim, size) in NORMED_SIZES:
+                found.append((f"norm_{name}", normed_config(head_dim), ()))
+            for own_name, c, absent in found:
+                item = Shipped.of(
+                    own_name, _rope_write_kernel, {dtype: rows}, types,
+                    **_sizes(head_dim, head_dim, size), **_blocks(*c), **dict.fromkeys(absent),
+                )  # fmt: skip
+                yield from with_dependent(item, capability, dtype)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.kernels.cuda.strided_rows import FLOATS, check
+from specc.kernels.cuda.strided_rows import FLOATS, check, check_dense
 from specc.kernels.cuda.write_kv import SEARCH, cache_rows
 from specc.kernels.reference.latent import PAIRS
 
@@ -21,12 +22,7 @@ NAME = "rope_write_latent"
 # heads of a program, and its warps
 BLOCK_HEADS, WARPS = 4, 4
 _TENSORS = ("q", "q_rest", "latent", "shared", "cos", "sin", "k_cache", "out")
-_PLACES = ("q_start", "slot", "block_table")
 _COUNTS = ("num_tokens", "num_heads", "num_seqs", "num_blocks", "num_pages", "block_size")
-_STRIDES = (
-    "stride_qh", "stride_qt", "stride_rh", "stride_rt", "stride_lt", "stride_st", "stride_cos",
-    "stride_sin", "stride_kcb", "stride_kcs",
-)  # fmt: skip
 
 
 def rope_write_latent(
@@ -93,39 +89,31 @@ def _check(
     tables = cos.dtype in FLOATS and sin.dtype in FLOATS
     needed = "[H, Nt, R], [H, Nt, P], [1, Nt, R], [1, Nt, P], [Nt, P], [Nt, P], P even"
     check(fits and is_even and tables, NAME, found, needed)
+    is_cache = k_cache.dim() == 4 and k_cache.shape[2:] == (1, size + width)
+    places = q_start.shape == (block_table.shape[0] + 1,) and slot.shape == (num_tokens,)
+    named = {"k_cache": k_cache, "q_start": q_start, "slot": slot, "block_table": block_table}
     check(
-        k_cache.dim() == 4
-        and k_cache.shape[2:] == (1, size + width)
-        and k_cache.dtype in FLOATS
-        and q_start.shape == (block_table.shape[0] + 1,)
-        and slot.shape == (num_tokens,),
+        is_cache and k_cache.dtype in FLOATS and places,
         NAME,
-        f"k_cache {k_cache.dtype} {list(k_cache.shape)}, q_start {list(q_start.shape)},"
-        f" slot {list(slot.shape)}, block_table {list(block_table.shape)}",
+        ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in named.items()),
         f"[blocks, block_size, 1, {size + width}] of floats, [B + 1], [{num_tokens}], [B, n]",
     )
-    for x in (*rows, k_cache, q_start, slot, block_table):
-        is_dense = x.shape[-1] < 2 or x.stride(-1) == 1
-        check(is_dense, NAME, f"strides {x.stride()}", "1 in the last dimension")
+    names = ("q", "q_rest", "latent", "shared", "cos", "sin")
+    check_dense(NAME, **dict(zip(names, rows, strict=True)), **named)
     check(pairs in PAIRS, NAME, pairs, f"one of {', '.join(PAIRS)}")
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The widths of DeepSeek and MiniCPM3, and every way to pair columns."""
     for dtype in FLOATS:
-        given = dict.fromkeys(_TENSORS, f"*{TYPE_NAMES[dtype]}") | dict.fromkeys(_PLACES, "*i32")
-        integers = (*_COUNTS, "stride_table", *_STRIDES)
+        types = {dtype: _TENSORS, torch.int32: ("q_start", "slot", "block_table")}
         for size, width in ((512, 64), (256, 32)):
             for pairs in PAIRS:
-                item = Shipped(
-                    name=f"{TYPE_NAMES[dtype]}-{pairs}-r{size}-p{width}",
-                    kernel=_rope_write_latent_kernel,
-                    signature=given | dict.fromkeys(integers, "i32"),
-                    constexprs=_sizes(size, width) | {"PAIRS": pairs},
-                    num_warps=WARPS,
-                    num_stages=1,
-                    divisible=(*given, *_STRIDES),
-                )
+                item = Shipped.of(
+                    f"{TYPE_NAMES[dtype]}-{pairs}-r{size}-p{width}",
+                    _rope_write_latent_kernel, types,
+                    **_sizes(size, width), PAIRS=pairs, num_warps=WARPS, num_stages=1,
+                )  # fmt: skip
                 yield from with_dependent(item, capability, dtype)
 
 

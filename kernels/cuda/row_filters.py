@@ -23,11 +23,11 @@ import triton
 from torch import Tensor
 
 from specc.kernels.cuda.launch import is_unfiltered
-from specc.kernels.cuda.row_cut import row_cut_kernel
-from specc.kernels.cuda.row_options import Bounded
-from specc.kernels.cuda.row_parts import NUM_BOUNDS, NUM_FACTS, row_parts_kernel, row_pivots_kernel
+from specc.kernels.cuda.row_cut import row_filters_kernel
+from specc.kernels.cuda.row_parts import NUM_BOUNDS, NUM_FACTS
 from specc.kernels.cuda.row_scan import NUM_PIVOTS
-from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, with_any_vocab
+from specc.kernels.cuda.shipped import ALIGNMENT, TYPE_NAMES, Shipped, Types, with_any_vocab
+from specc.kernels.cuda.strided_rows import row_strides
 from specc.kernels.cuda.tree_expand import DTYPES
 from specc.sampling.rows import Rule
 
@@ -40,7 +40,7 @@ MAXIMA = 64
 # bytes that a thread takes at a time, where rows are aligned
 LOAD_BYTES = 16
 WARPS = 8
-MAX_REGISTERS = 128
+_OPTIONS: dict[str, Any] = {"num_warps": WARPS, "maxnreg": 128, "enable_fp_fusion": False}
 ROUNDS = 2
 # best, cut, mass
 NUM_STATS = 3
@@ -114,30 +114,23 @@ def row_filters(
     depths, counts, tokens, parents = tree or (None, None, None, None)
     rows = (logits, values, words, cache_len, depths, counts, tokens, parents)
     numbers_of_rows = (
-        logits.stride(0), values.stride(0), words.stride(0), cache_len.stride(0),
-        0 if tokens is None else tokens.stride(0),
-        0 if parents is None else parents.stride(0),
+        *row_strides(logits, values, words, cache_len, tokens, parents),
         vocab, num_rows // len(cache_len), first_node, num_parts, sizes["num_blocks"],
         _bits(filtered), _bits(weighed),
     )  # fmt: skip
-    constants: dict[str, Any] = {name: sizes[name] for name in ("BR", "W")}
-    constants |= {"IS_TREE": tree is not None, "num_warps": WARPS, "maxnreg": MAX_REGISTERS}
-    constants["enable_fp_fusion"] = False
-    grid = (num_rows * num_parts,)
-    row_parts_kernel[grid](
-        *rows, facts, maxima, arrived, *numbers_of_rows, BM=sizes["BM"], **constants
-    )  # fmt: skip
-    for i_round in range(ROUNDS):
-        row_pivots_kernel[grid](
-            *rows, facts, maxima, bounds, numbers, masses, *numbers_of_rows, i_round,
-            **{name: sizes[name] for name in ("BM", "BP", "BC")},
-            **constants,
-        )  # fmt: skip
-    row_cut_kernel[grid](
-        *rows, bounds, numbers, masses, listed, arrived, stats, *numbers_of_rows,
-        **{name: sizes[name] for name in ("BP", "BC")},
-        **constants,
-    )  # fmt: skip
+    scratch = {
+        "facts": facts, "maxima": maxima, "bounds": bounds, "numbers": numbers, "masses": masses,
+        "listed": listed, "arrived": arrived, "stats": stats,
+    }  # fmt: skip
+    for phase, i_round in (("parts", None), ("pivots", 0), ("pivots", 1), ("cut", None)):
+        row_filters_kernel[(num_rows * num_parts,)](
+            *rows,
+            *(x if name in _USED[phase] else None for name, x in scratch.items()),
+            *numbers_of_rows,
+            i_round,
+            IS_TREE=tree is not None,
+            **_sizes(phase, sizes),
+        )
     return stats
 
 
@@ -145,53 +138,39 @@ def _bits(rules: Collection[Rule]) -> int:
     return sum(1 << rule for rule in rules)
 
 
-_KERNELS = {
-    "parts": (row_parts_kernel, ("facts", "maxima", "arrived"), ("BM",)),
-    "pivots": (
-        row_pivots_kernel,
-        ("facts", "maxima", "bounds", "numbers", "masses"),
-        ("BM", "BP", "BC"),
-    ),
-    "cut": (
-        row_cut_kernel,
-        ("bounds", "numbers", "masses", "listed", "arrived", "stats"),
-        ("BP", "BC"),
-    ),
+# what launches read and write between them
+_USED = {
+    "parts": ("facts", "maxima", "arrived"),
+    "pivots": ("facts", "maxima", "bounds", "numbers", "masses"),
+    "cut": ("bounds", "numbers", "masses", "listed", "arrived", "stats"),
 }
+
+
+def _sizes(phase: str, sizes: dict[str, int]) -> dict[str, Any]:
+    blocks = {name: sizes[name] for name in ("BR", "W", "BM", "BP", "BC")}
+    return {"PHASE": phase, **blocks, **_OPTIONS}
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability."""
+    tree: Types = {torch.int32: ("depths", "counts", "parents"), torch.int64: ("tokens",)}
+    floats = ("values", "facts", "maxima", "bounds", "masses", "listed", "stats")
+    types: Types = {torch.float32: floats, torch.int64: ("words",)}
+    types |= {torch.int32: ("cache_len", "numbers", "arrived")}
     for dtype in DTYPES:
         sizes, odd = (config(1, vocab, dtype) for vocab in (131072, 131071))
-        for name, (kernel, scratch, constants) in _KERNELS.items():
+        for phase in _USED:
             for is_tree in (True, False):
-                tree = {"depths": "*i32", "counts": "*i32", "tokens": "*i64", "parents": "*i32"}
-                pointers = {
-                    "logits": f"*{TYPE_NAMES[dtype]}", "values": "*fp32",
-                    "words": "*i64", "cache_len": "*i32",
-                    **dict.fromkeys(scratch, "*fp32"),
-                    **dict.fromkeys({"arrived", "numbers"} & set(scratch), "*i32"),
-                    **(tree if is_tree else {}),
-                }  # fmt: skip
-                strides = ("row", "value", "word", "len", "token", "parent")
-                integers = [f"{stride}_stride" for stride in strides]
-                integers += ["vocab", "num_rows", "first_node", "num_parts", "num_blocks"]
-                integers += ["filtered", "weighed", *(["i_round"] if name == "pivots" else [])]
-                constexprs = {key: sizes[key] for key in ("BR", "W", *constants)}
-                item = Bounded(
-                    name=f"{name}-{'tree' if is_tree else 'draft'}-{TYPE_NAMES[dtype]}",
-                    kernel=kernel,
-                    signature={**pointers, **dict.fromkeys(integers, "i32")},
-                    constexprs={
-                        **constexprs,
-                        **({} if is_tree else dict.fromkeys(tree)),
-                        "IS_TREE": is_tree,
-                    },
-                    num_warps=WARPS,
-                    num_stages=3,
-                    max_registers=MAX_REGISTERS,
-                    divisible=(*pointers, "row_stride", "vocab"),
-                )
-                others = {key: odd[key] for key in ("BR", "W", *constants)}
-                yield from with_any_vocab(item, constexprs={**item.constexprs, **others})
+                given: dict[str, Any] = {"IS_TREE": is_tree}
+                given |= {x: None for used in _USED.values() for x in used if x not in _USED[phase]}
+                given |= {} if is_tree else {x: None for names in tree.values() for x in names}
+                given |= {} if phase == "pivots" else {"i_round": None}
+                own = f"{phase}-{'tree' if is_tree else 'draft'}-{TYPE_NAMES[dtype]}"
+                item, other = (
+                    Shipped.of(
+                        own, row_filters_kernel, {dtype: ("logits",)}, types, tree,
+                        **given, **_sizes(phase, found),
+                    )
+                    for found in (sizes, odd)
+                )  # fmt: skip
+                yield from with_any_vocab(item, constexprs=other.constexprs)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.sampling import MIN_TEMPERATURE, Unfused
+from specc.kernels.cuda.sampling import MIN_TEMPERATURE
+from specc.kernels.cuda.strided_rows import check_tensors
 from specc.sampling.rows import Rule, Value, Word
 
 COUPLED = tl.constexpr(int(Rule.COUPLED))
@@ -27,17 +26,6 @@ TOP_K = tl.constexpr(int(Word.TOP_K))
 RULE = tl.constexpr(int(Word.RULE))
 NUM_PROMPT = tl.constexpr(int(Word.NUM_PROMPT))
 NUM_VALUES, NUM_WORDS = len(Value), len(Word)
-
-
-@dataclass(frozen=True)
-class Bounded(Unfused):
-    """Of at most so many registers a thread: by itself, ptxas spills to fit another program."""
-
-    max_registers: int = 255
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {**super().options, "maxnreg": self.max_registers}
 
 
 @triton.jit
@@ -63,17 +51,6 @@ def check_options(
     operator: str, batch: int, values: Tensor, words: Tensor, cache_len: Tensor
 ) -> None:
     """Refuse sampling options that are not rows [B, …] of one piece."""
-    for name, tensor, width, dtype in (
-        ("values", values, NUM_VALUES, torch.float32),
-        ("words", words, NUM_WORDS, torch.int64),
-    ):
-        if tensor.shape != (batch, width) or tensor.dtype != dtype or tensor.stride(1) != 1:
-            raise ValueError(
-                f"{operator}: found {name} {list(tensor.shape)} of {tensor.dtype}, strides"
-                f" {tensor.stride()}; needed [{batch}, {width}] of {dtype}, rows of one piece"
-            )
-    if cache_len.shape != (batch,) or cache_len.dtype != torch.int32:
-        raise ValueError(
-            f"{operator}: found cache_len {list(cache_len.shape)} of {cache_len.dtype};"
-            f" needed [{batch}] of torch.int32"
-        )
+    check_tensors(operator, torch.float32, (batch, NUM_VALUES), values=values)
+    check_tensors(operator, torch.int64, (batch, NUM_WORDS), words=words)
+    check_tensors(operator, torch.int32, (batch,), cache_len=cache_len)

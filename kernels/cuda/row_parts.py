@@ -1,4 +1,4 @@
-"""Kernels of `row_filters` that read rows in parts: their facts, and how many are above pivots."""
+"""What `row_filters` reads rows for in parts: their facts, and how many are above pivots."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from specc.kernels.cuda.row_scan import (
     LEAST_NUMBER,
     NO_NUMBER,
     PIVOTS,
-    PLAIN_INTEGERS,
     cut_of_min_p,
     kth_of_block,
     measure,
     narrowed,
     number_of,
     pivot_of,
-    row_of,
     tile_of,
 )
 from specc.kernels.cuda.tree_context import scores_at
@@ -36,72 +34,38 @@ def top_k_of(p_words, vocab):
     return tl.where(top_k < vocab, tl.maximum(top_k, 0), 0)
 
 
-@triton.jit(do_not_specialize=PLAIN_INTEGERS)
-def row_parts_kernel(
-    logits,
-    values,
-    words,
-    cache_len,
-    depths,
-    counts,
-    tokens,
-    parents,
-    facts,
-    maxima,
-    arrived,
-    row_stride,
-    value_stride,
-    word_stride,
-    len_stride,
-    token_stride,
-    parent_stride,
-    vocab,
-    num_rows,
-    first_node,
-    num_parts,
-    num_blocks,
-    filtered,
-    weighed,
-    IS_TREE: tl.constexpr,
-    BR: tl.constexpr,
-    W: tl.constexpr,
-    BM: tl.constexpr,
-):
-    i_r = (tl.program_id(0) // num_parts).to(tl.int64)
-    i_p = tl.program_id(0) % num_parts
-    is_wanted, row, _, p_words = row_of(
-        i_r, num_rows, first_node, vocab, filtered, weighed,
-        (logits, values, words, cache_len),
-        (row_stride, value_stride, word_stride, len_stride, token_stride, parent_stride),
-        (depths, counts, tokens, parents), IS_TREE,
-    )  # fmt: skip
-    if is_wanted:
-        b_best = tl.full([BR], -float("inf"), tl.float32)
-        b_least = tl.full([BR], float("inf"), tl.float32)
-        b_sum = tl.zeros([BR], tl.float32)
-        for i in range(num_blocks):
-            b_score = scores_at(tile_of((i_p * num_blocks + i) * BR * W, BR, W), row)
-            b_next = tl.maximum(b_best, tl.max(b_score, 1))
-            # -inf - -inf is NaN
-            b_base = tl.where(b_next == -float("inf"), 0.0, b_next)
-            b_sum *= tl.exp(b_best - b_base)
-            b_sum += tl.sum(tl.exp(b_score - b_base[:, None]), 1)
-            b_finite = tl.where(b_score > -float("inf"), b_score, float("inf"))
-            b_least = tl.minimum(b_least, tl.min(b_finite, 1))
-            b_best = b_next
-        best = tl.max(b_best, 0)
-        base = tl.where(best == -float("inf"), 0.0, best)
-        p_facts = facts + (i_r * num_parts + i_p) * 3
-        tl.store(p_facts, best)
-        tl.store(p_facts + 1, tl.min(b_least, 0))
-        tl.store(p_facts + 2, tl.sum(b_sum * tl.exp(b_best - base), 0))
-        if top_k_of(p_words, vocab) > 0:
-            b_maxima = tl.max(tl.reshape(b_best, [BM, BR // BM]), 1)
-            p_maxima = maxima + (i_r * num_parts + i_p) * BM
-            tl.store(p_maxima + tl.arange(0, BM), b_maxima)
-        # the programs of a later launch count themselves with this
-        if i_p == 0:
-            tl.store(arrived + i_r, 0)
+@triton.jit
+def store_facts(
+    row, p_words, facts, maxima, arrived, i_r, i_p, vocab, num_parts, num_blocks,
+    BR: tl.constexpr, W: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Best, least and mass of a part, and where a row has a top_k, maxima of its tokens."""
+    b_best = tl.full([BR], -float("inf"), tl.float32)
+    b_least = tl.full([BR], float("inf"), tl.float32)
+    b_sum = tl.zeros([BR], tl.float32)
+    for i in range(num_blocks):
+        b_score = scores_at(tile_of((i_p * num_blocks + i) * BR * W, BR, W), row)
+        b_next = tl.maximum(b_best, tl.max(b_score, 1))
+        # -inf - -inf is NaN
+        b_base = tl.where(b_next == -float("inf"), 0.0, b_next)
+        b_sum *= tl.exp(b_best - b_base)
+        b_sum += tl.sum(tl.exp(b_score - b_base[:, None]), 1)
+        b_finite = tl.where(b_score > -float("inf"), b_score, float("inf"))
+        b_least = tl.minimum(b_least, tl.min(b_finite, 1))
+        b_best = b_next
+    best = tl.max(b_best, 0)
+    base = tl.where(best == -float("inf"), 0.0, best)
+    p_facts = facts + (i_r * num_parts + i_p) * 3
+    tl.store(p_facts, best)
+    tl.store(p_facts + 1, tl.min(b_least, 0))
+    tl.store(p_facts + 2, tl.sum(b_sum * tl.exp(b_best - base), 0))
+    if top_k_of(p_words, vocab) > 0:
+        b_maxima = tl.max(tl.reshape(b_best, [BM, BR // BM]), 1)
+        p_maxima = maxima + (i_r * num_parts + i_p) * BM
+        tl.store(p_maxima + tl.arange(0, BM), b_maxima)
+    # the programs of a later launch count themselves with this
+    if i_p == 0:
+        tl.store(arrived + i_r, 0)
 
 
 @triton.jit
@@ -184,83 +148,45 @@ def after_first(p_numbers, p_masses, num_parts, top_k, top_p, min_p, total, BP: 
     return top_k, tl.where(is_cut, tl.max(b_mass, 0), total)
 
 
-@triton.jit(do_not_specialize=[*PLAIN_INTEGERS, "i_round"])
-def row_pivots_kernel(
-    logits,
-    values,
-    words,
-    cache_len,
-    depths,
-    counts,
-    tokens,
-    parents,
-    facts,
-    maxima,
-    bounds,
-    numbers,
-    masses,
-    row_stride,
-    value_stride,
-    word_stride,
-    len_stride,
-    token_stride,
-    parent_stride,
-    vocab,
-    num_rows,
-    first_node,
-    num_parts,
-    num_blocks,
-    filtered,
-    weighed,
-    i_round,
-    IS_TREE: tl.constexpr,
-    BR: tl.constexpr,
-    W: tl.constexpr,
-    BM: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-):
-    i_r = (tl.program_id(0) // num_parts).to(tl.int64)
-    i_p = tl.program_id(0) % num_parts
-    is_wanted, row, p_values, p_words = row_of(
-        i_r, num_rows, first_node, vocab, filtered, weighed,
-        (logits, values, words, cache_len),
-        (row_stride, value_stride, word_stride, len_stride, token_stride, parent_stride),
-        (depths, counts, tokens, parents), IS_TREE,
-    )  # fmt: skip
-    if is_wanted:
-        p_bounds = bounds + i_r * 4
-        # rounds of a row lie one after the other
-        p_numbers = numbers + i_r * 2 * num_parts * PIVOTS
-        p_masses = masses + i_r * 2 * num_parts * PIVOTS
-        is_open = has_filter(p_values, p_words, vocab)
-        if i_round == 0:
-            best, total, low, base = _bounds_of(
-                facts + i_r * num_parts * 3, maxima + i_r * num_parts * BM,
-                num_parts, vocab, p_values, p_words, BP, BM,
-            )  # fmt: skip
-            high = order_of(best).to(tl.int64) + 1
-            if i_p == 0:
-                tl.store(p_bounds, best)
-                tl.store(p_bounds + 1, total)
-                tl.store(p_bounds + 2, number_of(low))
-                tl.store(p_bounds + 3, number_of(base))
-        else:
-            best, total, low, high = read_bounds(p_bounds)
-            if is_open:
-                top_p = tl.load(p_values + TOP_P)
-                top_k, total = after_first(
-                    p_numbers, p_masses, num_parts, top_k_of(p_words, vocab),
-                    top_p, tl.load(p_values + MIN_P), total, BP,
-                )  # fmt: skip
-                low, high, inside = narrow(
-                    p_numbers, p_masses, num_parts, low, high, top_k, top_p, total, BP
-                )
-                # a list holds the rest, or nothing is left to be found
-                is_open = ((top_k > 0) | (top_p < 1.0)) & (inside > BC)
+@triton.jit
+def measure_pivots(
+    row, p_values, p_words, facts, maxima, bounds, numbers, masses,
+    i_r, i_p, vocab, num_parts, num_blocks, i_round,
+    BR: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Numbers and masses of a part above pivots, of the first round or the second."""
+    p_bounds = bounds + i_r * 4
+    # rounds of a row lie one after the other
+    p_numbers = numbers + i_r * 2 * num_parts * PIVOTS
+    p_masses = masses + i_r * 2 * num_parts * PIVOTS
+    is_open = has_filter(p_values, p_words, vocab)
+    if i_round == 0:
+        best, total, low, base = _bounds_of(
+            facts + i_r * num_parts * 3, maxima + i_r * num_parts * BM,
+            num_parts, vocab, p_values, p_words, BP, BM,
+        )  # fmt: skip
+        high = order_of(best).to(tl.int64) + 1
+        if i_p == 0:
+            tl.store(p_bounds, best)
+            tl.store(p_bounds + 1, total)
+            tl.store(p_bounds + 2, number_of(low))
+            tl.store(p_bounds + 3, number_of(base))
+    else:
+        best, total, low, high = read_bounds(p_bounds)
         if is_open:
-            first = i_p * num_blocks * BR * W
-            b_number, b_mass = measure(row, best, low, high, first, num_blocks, BR, W)
-            o = (i_round * num_parts + i_p) * PIVOTS + tl.arange(0, PIVOTS)
-            tl.store(p_numbers + o, b_number)
-            tl.store(p_masses + o, b_mass)
+            top_p = tl.load(p_values + TOP_P)
+            top_k, total = after_first(
+                p_numbers, p_masses, num_parts, top_k_of(p_words, vocab),
+                top_p, tl.load(p_values + MIN_P), total, BP,
+            )  # fmt: skip
+            low, high, inside = narrow(
+                p_numbers, p_masses, num_parts, low, high, top_k, top_p, total, BP
+            )
+            # a list holds the rest, or nothing is left to be found
+            is_open = ((top_k > 0) | (top_p < 1.0)) & (inside > BC)
+    if is_open:
+        first = i_p * num_blocks * BR * W
+        b_number, b_mass = measure(row, best, low, high, first, num_blocks, BR, W)
+        o = (i_round * num_parts + i_p) * PIVOTS + tl.arange(0, PIVOTS)
+        tl.store(p_numbers + o, b_number)
+        tl.store(p_masses + o, b_mass)

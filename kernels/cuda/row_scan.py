@@ -20,10 +20,11 @@ NUM_PIVOTS = 16
 PIVOTS = tl.constexpr(NUM_PIVOTS)
 FEW_PIVOTS = tl.constexpr(8)
 # integers that are 1 in many calls, which would be other code each: chains have one node a level
-PLAIN_INTEGERS = (
+ROW_INTEGERS = (
     "value_stride", "word_stride", "len_stride", "token_stride", "parent_stride",
-    "num_rows", "first_node", "num_parts", "num_blocks", "filtered", "weighed",
+    "num_rows", "first_node", "num_parts", "num_blocks",
 )  # fmt: skip
+PLAIN_INTEGERS = (*ROW_INTEGERS, "filtered", "weighed")
 # orders of -inf and of the least number
 NO_NUMBER = tl.constexpr(-0x7F800001)
 LEAST_NUMBER = tl.constexpr(-0x7F800000)

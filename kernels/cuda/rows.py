@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.strided_rows import check, check_tensors, row_strides, said
 
 BLOCK = 1024
 
@@ -130,11 +131,9 @@ def config(width: int) -> dict[str, int]:
 
 
 def tree_rows(cache_len: Tensor, nodes: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
-    _check_integers("tree_rows", cache_len=(cache_len, 1), nodes=(nodes, 1), depths=(depths, 1))
-    if nodes.shape != depths.shape:
-        raise ValueError(
-            f"tree_rows: found {len(nodes)} nodes and {len(depths)} depths; needed as many of both"
-        )
+    check_tensors("tree_rows", torch.int32, ("B",), cache_len=cache_len)
+    check_tensors("tree_rows", torch.int32, ("N",), nodes=nodes)
+    check_tensors("tree_rows", torch.int32, nodes.shape, depths=depths)
     count = len(cache_len) * len(nodes)
     slot = torch.empty(count, dtype=torch.int32, device=cache_len.device)
     position = torch.empty(count, dtype=torch.int64, device=cache_len.device)
@@ -145,9 +144,7 @@ def tree_rows(cache_len: Tensor, nodes: Tensor, depths: Tensor) -> tuple[Tensor,
             depths,
             slot,
             position,
-            cache_len.stride(0),
-            nodes.stride(0),
-            depths.stride(0),
+            *row_strides(cache_len, nodes, depths),
             len(nodes),
             count,
             BLOCK=BLOCK,
@@ -156,19 +153,15 @@ def tree_rows(cache_len: Tensor, nodes: Tensor, depths: Tensor) -> tuple[Tensor,
 
 
 def commit_rows(path: Tensor, cache_len: Tensor, slot_of: Tensor) -> tuple[Tensor, Tensor]:
-    _check_integers(
-        "commit_rows", path=(path, 2), cache_len=(cache_len, 1), slot_of=(slot_of, slot_of.dim())
-    )
+    check_tensors("commit_rows", torch.int32, ("B", "P"), path=path)
     batch, width = path.shape
-    if len(cache_len) != batch or not 1 <= width <= BLOCK or (width > 1 and path.stride(1) != 1):
-        raise ValueError(
-            f"commit_rows: found path {list(path.shape)} of strides {path.stride()} and"
-            f" {len(cache_len)} lengths; needed [B, 1 … {BLOCK}], rows of one piece, and B"
-        )
-    if slot_of.dim() != 1 and slot_of.shape[:-1] != (batch,):
-        raise ValueError(
-            f"commit_rows: found slot_of {list(slot_of.shape)}; needed [N] or [{batch}, N]"
-        )
+    check(1 <= width <= BLOCK, "commit_rows", f"paths of {width}", f"1 … {BLOCK}")
+    check_tensors("commit_rows", torch.int32, (batch,), cache_len=cache_len)
+    is_right = slot_of.dim() == 1 or slot_of.shape[:-1] == (batch,)
+    check(
+        is_right and slot_of.dtype == torch.int32, "commit_rows",
+        said("slot_of", slot_of), f"[N] or [{batch}, N] of torch.int32",
+    )  # fmt: skip
     source = torch.empty(batch, width, dtype=torch.int32, device=path.device)
     length = torch.empty(batch, dtype=torch.int32, device=path.device)
     if batch:
@@ -179,33 +172,25 @@ def commit_rows(path: Tensor, cache_len: Tensor, slot_of: Tensor) -> tuple[Tenso
             slot_of,
             source,
             length,
-            path.stride(0),
-            cache_len.stride(0),
+            *row_strides(path, cache_len),
             slot_of.stride(0) if slot_of.dim() == 2 else 0,
             slot_of.stride(-1),
             slot_of.shape[-1],
             width,
             batch,
-            BB=sizes["BB"],
-            BP=sizes["BP"],
+            **sizes,
             **launch_options(None),
         )
     return source, length
 
 
 def next_tokens(last_tokens: Tensor, output_tokens: Tensor, num_accepted: Tensor) -> Tensor:
-    _check_integers("next_tokens", num_accepted=(num_accepted, 1))
+    check_tensors("next_tokens", torch.int32, ("B",), num_accepted=num_accepted)
     batch = len(num_accepted)
-    for name, tensor in (("last_tokens", last_tokens), ("output_tokens", output_tokens)):
-        is_dense = tensor.dim() == 2 and (tensor.shape[1] == 1 or tensor.stride(1) == 1)
-        if not is_dense or tensor.dtype != torch.int64 or len(tensor) != batch:
-            raise ValueError(
-                f"next_tokens: found {name} {list(tensor.shape)} of {tensor.dtype}, strides"
-                f" {tensor.stride()}; needed [{batch}, any] of int64, rows of one piece"
-            )
+    tokens = {"last_tokens": last_tokens, "output_tokens": output_tokens}
+    check_tensors("next_tokens", torch.int64, (batch, "any"), **tokens)
     columns = last_tokens.shape[1]
-    if columns == 0:
-        raise ValueError("next_tokens: found last_tokens without a column; needed 1 or more")
+    check(columns > 0, "next_tokens", "last_tokens without a column", "1 or more")
     out = torch.empty(batch, columns, dtype=torch.int64, device=last_tokens.device)
     if batch:
         next_tokens_kernel[(triton.cdiv(batch * columns, BLOCK),)](
@@ -213,9 +198,7 @@ def next_tokens(last_tokens: Tensor, output_tokens: Tensor, num_accepted: Tensor
             output_tokens,
             num_accepted,
             out,
-            last_tokens.stride(0),
-            output_tokens.stride(0),
-            num_accepted.stride(0),
+            *row_strides(last_tokens, output_tokens, num_accepted),
             output_tokens.shape[1],
             columns,
             batch * columns,
@@ -225,58 +208,17 @@ def next_tokens(last_tokens: Tensor, output_tokens: Tensor, num_accepted: Tensor
     return out
 
 
-def _check_integers(operator: str, **tensors: tuple[Tensor, int]) -> None:
-    for name, (tensor, dim) in tensors.items():
-        if tensor.dim() != dim or tensor.dtype != torch.int32:
-            raise ValueError(
-                f"{operator}: found {name} {list(tensor.shape)} of {tensor.dtype};"
-                f" needed {dim} dimension{'s' * (dim > 1)} of int32"
-            )
-
-
 def shipped(capability: int) -> Iterator[Shipped]:
     """A few integers."""
-    yield Shipped(
-        name="tree_rows",
-        kernel=tree_rows_kernel,
-        signature={
-            **dict.fromkeys(("cache_len", "nodes", "depths", "slot"), "*i32"),
-            "position": "*i64",
-            **dict.fromkeys(("len_stride", "node_stride", "depth_stride"), "i32"),
-            **dict.fromkeys(("num_nodes", "count"), "i32"),
-        },
-        constexprs={"BLOCK": BLOCK},
-        num_warps=4,
-        num_stages=3,
-        divisible=("cache_len", "nodes", "depths", "slot", "position"),
-    )
+    integers = ("cache_len", "nodes", "depths", "slot")
+    types = {torch.int32: integers, torch.int64: ("position",)}
+    yield Shipped.of("tree_rows", tree_rows_kernel, types, BLOCK=BLOCK)
+    types = {torch.int32: ("path", "cache_len", "slot_of", "source", "length")}
     for width in (1, 8, 64, 1024):
-        item = Shipped(
-            name=f"commit_rows-width{width}",
-            kernel=commit_rows_kernel,
-            signature={
-                **dict.fromkeys(("path", "cache_len", "slot_of", "source", "length"), "*i32"),
-                **dict.fromkeys(("path_stride", "len_stride", "slot_stride", "slot_step"), "i32"),
-                **dict.fromkeys(("num_nodes", "width", "batch"), "i32"),
-            },
-            constexprs=config(width),
-            num_warps=4,
-            num_stages=3,
-            divisible=("path", "cache_len", "slot_of", "source", "length"),
-        )
+        name = f"commit_rows-width{width}"
+        item = Shipped.of(name, commit_rows_kernel, types, **config(width))
         yield from with_dependent(item, capability, None)
-    item = Shipped(
-        name="next_tokens",
-        kernel=next_tokens_kernel,
-        signature={
-            **dict.fromkeys(("last_tokens", "output_tokens", "out"), "*i64"),
-            "num_accepted": "*i32",
-            **dict.fromkeys(("last_stride", "output_stride", "accepted_stride"), "i32"),
-            **dict.fromkeys(("width", "columns", "count"), "i32"),
-        },
-        constexprs={"BLOCK": BLOCK},
-        num_warps=4,
-        num_stages=3,
-        divisible=("last_tokens", "output_tokens", "num_accepted", "out"),
-    )
+    tokens = ("last_tokens", "output_tokens", "out")
+    types = {torch.int64: tokens, torch.int32: ("num_accepted",)}
+    item = Shipped.of("next_tokens", next_tokens_kernel, types, BLOCK=BLOCK)
     yield from with_dependent(item, capability, None)

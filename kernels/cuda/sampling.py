@@ -9,17 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specc.kernels.cuda.shipped import Shipped
 from specc.kernels.reference import sampling as facts
-
-
-class Unfused(Shipped):
-    """Compiled as it is launched: no multiplication is fused with an addition."""
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {**super().options, "enable_fp_fusion": False}
-
 
 LANES = tl.constexpr(facts.LANES)
 MIN_TEMPERATURE = tl.constexpr(facts.MIN_TEMPERATURE)

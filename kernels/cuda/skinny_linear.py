@@ -55,25 +55,19 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: T
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile, with and without a bias; numbers of splits share a configuration."""
+    parts = {torch.float32: ("partial",), torch.int32: ("arrived",)}
     for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
         tiles = [tile for tile in LINEAR_TILES[dtype] if tile.fits(capability)]
         unlike = {(tile.name, tile.splits > 1): tile for tile in tiles}
         for (tile_name, is_split), tile in unlike.items():
             for has_bias in (False, True):
-                given = dict.fromkeys(("x", "weight", "out"), pointer)
-                given |= {"bias": pointer} if has_bias else {}
-                given |= {"partial": "*fp32", "arrived": "*i32"} if is_split else {}
-                absent = [n for n in ("bias", "partial", "arrived") if n not in given]
-                name = f"{pointer[1:]}-{tile_name}"
-                item = Shipped(
-                    name=f"{name}{'-split' if is_split else ''}{'-bias' if has_bias else ''}",
-                    kernel=_skinny_linear_kernel,
-                    signature=given | dict.fromkeys(("num_rows", "size", "K", "steps"), "i32"),
-                    constexprs=dict.fromkeys(absent) | tile.sizes,
-                    **tile.options,
-                    divisible=(*given, "K"),
-                )
+                absent: tuple[str, ...] = () if is_split else ("partial", "arrived")
+                absent += () if has_bias else ("bias",)
+                item = Shipped.of(
+                    f"{TYPE_NAMES[dtype]}-{tile_name}{'-split' * is_split}{'-bias' * has_bias}",
+                    _skinny_linear_kernel, {dtype: ("x", "weight", "bias", "out")}, parts,
+                    **dict.fromkeys(absent), **tile.sizes, **tile.options,
+                )  # fmt: skip
                 yield from with_dependent(item, capability, dtype)
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.strided_rows import check
+from specc.kernels.cuda.strided_rows import check, said
 from specc.speculation.tree import MAX_NODES
 
 # tokens whose slots a program looks at together
@@ -142,13 +142,13 @@ def check_pass(
     batch = len(cache_len)
     for name, value, size in (("q_start", q_start, batch + 1), ("slot", slot, num_tokens)):
         is_right = value.shape == (size,) and value.dtype == torch.int32 and value.is_contiguous()
-        check(is_right, operator, _said(name, value), f"[{size}] of torch.int32, contiguous")
+        check(is_right, operator, said(name, value), f"[{size}] of torch.int32, contiguous")
     if ancestors is not None:
         is_right = ancestors.dim() == 2 and len(ancestors) == num_tokens
         is_right = is_right and ancestors.dtype == torch.int64
         is_right = is_right and (ancestors.shape[1] < 2 or ancestors.stride(1) == 1)
         needed = f"[{num_tokens}, W] of torch.int64, words beside each other"
-        check(is_right, operator, _said("ancestors", ancestors), needed)
+        check(is_right, operator, said("ancestors", ancestors), needed)
 
 
 def check_slabs(operator: str, state: Tensor, rows: Tensor, num_layers: int) -> None:
@@ -157,7 +157,7 @@ def check_slabs(operator: str, state: Tensor, rows: Tensor, num_layers: int) -> 
     is_right = is_right and state.shape[: num_layers + 1] == rows.shape[: num_layers + 1]
     is_right = is_right and state.is_contiguous() and rows.is_contiguous()
     check(
-        is_right, operator, f"{_said('state', state)}, {_said('rows', rows)}",
+        is_right, operator, f"{said('state', state)}, {said('rows', rows)}",
         "as many states as places of rows, both contiguous",
     )  # fmt: skip
 
@@ -167,7 +167,7 @@ def check_places(operator: str, cache_len: Tensor, states: Tensor) -> None:
     batch = len(cache_len)
     for name, value, shape in (("cache_len", cache_len, (batch,)), ("states", states, (batch, 2))):
         is_right = value.shape == shape and value.dtype == torch.int32 and value.is_contiguous()
-        check(is_right, operator, _said(name, value), f"{[*shape]} of torch.int32, contiguous")
+        check(is_right, operator, said(name, value), f"{[*shape]} of torch.int32, contiguous")
 
 
 def check_path(
@@ -181,8 +181,4 @@ def check_path(
     is_right = is_right and (source.shape[1] < 2 or source.stride(1) == 1)
     needed = f"[{len(cache_len)}, P] of torch.int32, at most {MAX_NODES} columns beside each other"
     is_right = is_right and source.shape[1] <= MAX_NODES
-    check(is_right, operator, _said("source", source), needed)
-
-
-def _said(name: str, value: Tensor) -> str:
-    return f"{name} {list(value.shape)} of {value.dtype}, strides {value.stride()}"
+    check(is_right, operator, said("source", source), needed)

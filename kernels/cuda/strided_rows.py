@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +45,57 @@ def rows_of(*tensors: Tensor) -> Rows:
     return Rows(tensors, tuple(zip(outer, inner, strict=True)), num_rows, num_inner)
 
 
+def row_strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    """From a row of each tensor to its next; 0 of one that is absent."""
+    return tuple(0 if x is None else x.stride(0) for x in tensors)
+
+
 def check(condition: bool, operator: str, found: str, needed: str) -> None:
+    """Raises ValueError: of an operator, with what was found and what is needed."""
     if not condition:
         raise ValueError(f"{operator}: found {found}; needed {needed}")
+
+
+def said(name: str, x: Tensor) -> str:
+    """A tensor as errors name it."""
+    return f"{name} {list(x.shape)} of {x.dtype}, strides {x.stride()}"
+
+
+def check_tensors(
+    operator: str,
+    dtype: torch.dtype,
+    shape: Sequence[int | str],
+    *,
+    is_contiguous: Any = False,
+    **tensors: Tensor,
+) -> None:
+    """Raises ValueError: tensors of another dtype or shape, and rows that are not of one piece.
+
+    Args:
+        shape: sizes; a name is any size.
+        is_contiguous: whether rows lie side by side, too.
+    """
+    sizes = f"[{', '.join(map(str, shape))}]"
+    needed = f"{sizes} of {dtype}, {'contiguous' if is_contiguous else 'rows of one piece'}"
+    for name, x in tensors.items():
+        fits = x.dtype == dtype and x.dim() == len(shape)
+        fits = fits and all(a in (b, str(a)) for a, b in zip(shape, x.shape, strict=True))
+        is_dense = x.is_contiguous() if is_contiguous else are_rows_dense(x)
+        check(fits and is_dense, operator, said(name, x), needed)
+
+
+def are_rows_dense(x: Tensor) -> bool:
+    """Whether neighbors of a row are neighbors in memory."""
+    return x.dim() < 2 or x.shape[-1] < 2 or x.stride(-1) == 1
+
+
+def check_dense(operator: str, **tensors: Tensor | None) -> None:
+    """Raises ValueError: tensors whose last dimension has another stride than 1."""
+    for name, x in tensors.items():
+        if x is not None:
+            is_dense = x.shape[-1] < 2 or x.stride(-1) == 1
+            found = f"strides {x.stride()} of {name}"
+            check(is_dense, operator, found, "1 in the last dimension")
 
 
 def _merged(tensors: tuple[Tensor, ...]) -> list[tuple[int, tuple[int, ...]]]:

@@ -34,35 +34,22 @@ def attend(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    q_start: Tensor,
-    position: Tensor,
-    slot: Tensor,
-    cache_len: Tensor,
-    ancestors: Tensor | None,
-    block_table: Tensor,
-    sink_logits: Tensor | None = None,
-    slopes: Tensor | None = None,
-    *,
-    scale: float,
-    window: int = 0,
-    sink: int = 0,
-    softcap: float = 0.0,
+    *places: Tensor | None,
     values_in_keys: bool = False,
-    rounds_bias: bool = False,
-    chunk: int = 0,
+    **options: Any,
 ) -> Tensor:
-    """`specc::attend`, by the kernel for heads of keys and values, or by that for latents."""
-    places = q_start, position, slot, cache_len, ancestors, block_table, sink_logits
-    options: dict[str, Any] = {"scale": scale, "window": window, "sink": sink, "softcap": softcap}
-    if values_in_keys:
-        # refused when a model is compiled: passes/rewrite/require_supported.py
-        assert slopes is None, "no slopes over latents"
-        assert not chunk, "no chunks over latents"
-        rank = v_cache.shape[3]
-        return attend_latent(q, k_cache, rank, *places, **options)
-    return attend_heads(
-        q, k_cache, v_cache, *places, slopes, **options, rounds_bias=rounds_bias, chunk=chunk
-    )
+    """`specc::attend`, by the kernel for heads of keys and values, or by that for latents.
+
+    `places` are q_start, position, slot, cache_len, ancestors, block_table, sink_logits, slopes.
+    """
+    if not values_in_keys:
+        return attend_heads(q, k_cache, v_cache, *places, **options)
+    # refused when a model is compiled: passes/rewrite/require_supported.py
+    assert places[7:] in ((), (None,)), "no slopes over latents"
+    assert not options.pop("chunk", 0), "no chunks over latents"
+    options.pop("rounds_bias", False)
+    of_latents: Any = (q, k_cache, v_cache.shape[3], *places[:7])
+    return attend_latent(*of_latents, **options)
 
 
 def tree_attention(
@@ -77,23 +64,13 @@ def tree_attention(
     cache_len: Tensor,
     ancestors: Tensor | None,
     block_table: Tensor,
-    sink_logits: Tensor | None = None,
-    slopes: Tensor | None = None,
-    *,
-    scale: float,
-    window: int = 0,
-    sink: int = 0,
-    softcap: float = 0.0,
-    rounds_bias: bool = False,
+    *of_heads: Tensor | None,
     most_rows: int = 0,
-    chunk: int = 0,
+    **options: Any,
 ) -> Tensor:
     """`specc::tree_attention` of graphs that no pass has split: two launches and more."""
     # no pass makes graphs for this device so: `expands_prompts` of its facts
     assert not most_rows, "no rows that are expanded on this device"
     write_kv(k, v, k_cache, v_cache, q_start, slot, block_table)
     places = q_start, position, slot, cache_len, ancestors, block_table
-    return attend(
-        q, k_cache, v_cache, *places, sink_logits, slopes, scale=scale, window=window, sink=sink,
-        softcap=softcap, rounds_bias=rounds_bias, chunk=chunk,
-    )  # fmt: skip
+    return attend(q, k_cache, v_cache, *places, *of_heads, **options)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specc.kernels.cuda.row_options import FREQUENCY, NUM_PROMPT, PRESENCE, REPETITION
 from specc.kernels.cuda.shipped import ALIGNMENT, Shipped, with_any_vocab
+from specc.kernels.cuda.strided_rows import row_strides
 
 # tokens of the vocabulary whose counts a program owns, at least; more than MAX_SLICES gain nothing
 SLICE = 2048
@@ -211,19 +212,13 @@ def tree_context(
         block_table,
         depths,
         counts,
-        parents.stride(0),
-        cache_len.stride(0),
-        values.stride(0),
-        words.stride(0),
-        history.stride(0),
-        block_table.stride(0),
+        *row_strides(parents, cache_len, values, words, history, block_table),
         num_nodes,
         max_depth,
         vocab,
         sizes["slice_size"],
         num_slices,
-        history.shape[0],
-        history.shape[1],
+        *history.shape,
         block_table.shape[1],
         BN=sizes["BN"],
         BV=sizes["BV"],
@@ -234,26 +229,9 @@ def tree_context(
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: integers alone."""
+    integers = ("parents", "cache_len", "history", "block_table", "depths", "counts")
+    types = {torch.int32: integers, torch.int64: ("words",), torch.float32: ("values",)}
     for block_n in (16, 64, 256, 1024):
-        context = Shipped(
-            name=f"context-nodes{block_n}",
-            kernel=tree_context_kernel,
-            signature={
-                **dict.fromkeys(("parents", "cache_len", "history", "block_table"), "*i32"),
-                **dict.fromkeys(("depths", "counts"), "*i32"),
-                "values": "*fp32", "words": "*i64",
-                **dict.fromkeys(("parent_stride", "len_stride", "value_stride"), "i32"),
-                **dict.fromkeys(("word_stride", "history_stride", "table_stride"), "i32"),
-                **dict.fromkeys(("num_nodes", "max_depth", "vocab", "slice_size"), "i32"),
-                **dict.fromkeys(("num_slices", "num_blocks", "block_size"), "i32"),
-                "table_width": "i32",
-            },
-            constexprs={"BN": block_n, "BV": config(block_n, 131072)["BV"]},
-            num_warps=4,
-            num_stages=3,
-            divisible=(
-                "parents", "cache_len", "history", "block_table", "depths", "counts",
-                "values", "words", "vocab", "slice_size",
-            ),
-        )  # fmt: skip
+        name, block_v = f"context-nodes{block_n}", config(block_n, 131072)["BV"]
+        context = Shipped.of(name, tree_context_kernel, types, BN=block_n, BV=block_v)
         yield from with_any_vocab(context)

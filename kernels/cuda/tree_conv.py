@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.kernels.cuda.sampling import Unfused
-from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, Types
 from specc.kernels.cuda.state_tokens import (
     SLOTS,
     bits_before,
@@ -297,38 +296,21 @@ SHIPPED = ((4, False, True), (4, True, True), (3, False, False))
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability."""
-    del capability
-    kind = TYPE_NAMES[torch.bfloat16]
-    integers = ("q_start", "slot", "cache_len", "states")
+    dtype = torch.bfloat16
+    tree: Types = {dtype: ("x", "weight", "bias", "state", "rows", "out")}
+    tree |= {torch.int32: ("q_start", "slot", "cache_len", "states"), torch.int64: ("ancestors",)}
+    fold = {dtype: ("state", "rows"), torch.int32: ("source", "cache_len", "states")}
     for width, has_bias, is_silu in SHIPPED:
-        name = f"{kind}-width{width}{'-bias' * has_bias}{'-silu' * is_silu}"
-        block_e = triton.next_power_of_2(width - 1)
+        name = f"{TYPE_NAMES[dtype]}-width{width}"
+        sizes = {"BE": triton.next_power_of_2(width - 1), "BC": _CHANNELS}
         for words in (False, True):
-            floats = ("x", "weight", *(["bias"] if has_bias else []), "state", "rows", "out")
-            given = dict.fromkeys(floats, f"*{kind}") | dict.fromkeys(integers, "*i32")
-            given |= {"ancestors": "*i64"} if words else {}
             absent = {} if has_bias else {"bias": None}
             absent |= {} if words else {"ancestors": None}
-            sizes = {"K": width, "BE": block_e, "BT": _TOKENS, "BC": _CHANNELS, "BS": SLOTS}
-            yield Unfused(
-                f"tree-{name}{'-words' * words}",
-                tree_conv_kernel,
-                given | dict.fromkeys((*_COUNTS, *_OF_PASS, "stride_x"), "i32"),
-                {**sizes, "IS_SILU": is_silu, **absent},
-                _NUM_WARPS,
-                3,
-                (*given, "stride_x"),
-                _REGISTERS,
-            )
+            yield Shipped.of(
+                f"tree-{name}{'-bias' * has_bias}{'-silu' * is_silu}{'-words' * words}",
+                tree_conv_kernel, tree,
+                K=width, BT=_TOKENS, BS=SLOTS, IS_SILU=is_silu, **sizes, **absent,
+                num_warps=_NUM_WARPS, maxnreg=_REGISTERS, enable_fp_fusion=False,
+            )  # fmt: skip
         if not has_bias:
-            given = dict.fromkeys(("state", "rows"), f"*{kind}")
-            given |= dict.fromkeys(("source", "cache_len", "states"), "*i32")
-            yield Shipped(
-                f"fold-{kind}-width{width}",
-                fold_conv_kernel,
-                given | dict.fromkeys((*_COUNTS, *_OF_PATHS), "i32"),
-                {"KEPT": width - 1, "BE": block_e, "BC": _CHANNELS},
-                _NUM_WARPS,
-                3,
-                tuple(given),
-            )
+            yield Shipped.of(f"fold-{name}", fold_conv_kernel, fold, KEPT=width - 1, **sizes)

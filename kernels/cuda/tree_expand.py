@@ -6,7 +6,7 @@ needs no index beside it, and ties and NaN need no code of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, with_any_vocab
+from specc.kernels.cuda.strided_rows import are_rows_dense, check, said
 
 MAX_CHILDREN = 128
 # what one program holds
@@ -40,14 +41,14 @@ def token_of(b_key):
 
 
 @triton.jit
-def best_keys(b_key, K: tl.constexpr, BK: tl.constexpr, MAX_ROUNDS: tl.constexpr):
-    """The K largest of distinct keys, in descending order; what lies after them is anything."""
-    if K > MAX_ROUNDS:
+def largest_keys(b_key, k, BK: tl.constexpr, IS_SORTED: tl.constexpr):
+    """The k largest of distinct keys, in descending order; what lies after them is anything."""
+    if IS_SORTED:
         b_best = tl.topk(b_key, BK)
     else:
         o_k = tl.arange(0, BK)
         b_best = tl.full([BK], NO_KEY, tl.int64)
-        for i in range(K):
+        for i in range(k):
             best = tl.max(b_key, 0)
             b_best = tl.where(o_k == i, best, b_best)
             b_key = tl.where(b_key == best, NO_KEY, b_key)
@@ -73,7 +74,7 @@ def tree_expand_parts_kernel(
     b_logit = tl.load(logits + i_r * row_stride + o_v, mask=m_v, other=0.0).to(tl.float32)
     b_key = tl.where(m_v, order_key(b_logit, o_v), NO_KEY)  # [BV]
     o_k = tl.arange(0, BK)
-    b_best = best_keys(b_key, K, BK, MAX_ROUNDS)
+    b_best = largest_keys(b_key, K, BK, K > MAX_ROUNDS)
     tl.store(keys + (i_r * num_parts + i_p) * K + o_k, b_best, mask=o_k < K)
 
 
@@ -91,17 +92,18 @@ def tree_expand_merge_kernel(
     o_c = tl.arange(0, BC)
     b_key = tl.load(keys + i_r * num_candidates + o_c, mask=o_c < num_candidates, other=NO_KEY)
     o_k = tl.arange(0, BK)
-    b_best = best_keys(b_key, K, BK, MAX_ROUNDS)
+    b_best = largest_keys(b_key, K, BK, K > MAX_ROUNDS)
     tl.store(out + i_r * K + o_k, token_of(b_best), mask=o_k < K)
 
 
-def config(vocab: int, num_children: int) -> dict[str, int]:
+def parts_config(vocab: int, num_children: int, least: int) -> dict[str, int]:
     """Block sizes: a part has to hold its children, and all parts' children have to fit one block.
 
-    One row of a large vocabulary makes about as many programs as a device has processors.
+    One row of a large vocabulary makes about as many programs as a device has processors. `least`
+    is the part of a small one.
     """
     block_k = triton.next_power_of_2(num_children)
-    part = 256 if vocab <= 4096 else 2048 if num_children <= MAX_ROUNDS else 4096
+    part = least if vocab <= 4096 else 2048 if num_children <= MAX_ROUNDS else 4096
     part = max(part, block_k)
     num_parts = triton.cdiv(vocab, part)
     candidates = triton.next_power_of_2(max(num_parts * num_children, block_k))
@@ -116,20 +118,15 @@ def config(vocab: int, num_children: int) -> dict[str, int]:
     }
 
 
+def config(vocab: int, num_children: int) -> dict[str, int]:
+    """Of `tree_expand`."""
+    return parts_config(vocab, num_children, 256)
+
+
 def tree_expand(logits: Tensor, num_children: int) -> Tensor:
     check_logits(logits)
     num_rows, vocab = logits.shape
-    if not 1 <= num_children <= min(vocab, MAX_CHILDREN):
-        raise ValueError(
-            f"tree_expand: found {num_children} children of a vocabulary of {vocab};"
-            f" needed 1 … {min(vocab, MAX_CHILDREN)}"
-        )
-    sizes = config(vocab, num_children)
-    if sizes["BC"] > MAX_CANDIDATES:
-        raise ValueError(
-            f"tree_expand: found {num_children} children of a vocabulary of {vocab}, which leave"
-            f" {sizes['BC']} candidates; needed at most {MAX_CANDIDATES}"
-        )
+    sizes = check_children("tree_expand", num_children, vocab, config)
     out = torch.empty(num_rows, num_children, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
@@ -141,68 +138,62 @@ def tree_expand(logits: Tensor, num_children: int) -> Tensor:
         logits.stride(0),
         vocab,
         num_parts,
-        K=num_children,
-        BK=sizes["BK"],
-        BV=sizes["BV"],
-        MAX_ROUNDS=MAX_ROUNDS,
-        num_warps=sizes["part_warps"],
+        **_sizes(sizes, num_children, "BV", "part_warps"),
     )
     tree_expand_merge_kernel[(num_rows,)](
         keys,
         out,
         num_parts * num_children,
-        K=num_children,
-        BK=sizes["BK"],
-        BC=sizes["BC"],
-        MAX_ROUNDS=MAX_ROUNDS,
-        num_warps=sizes["merge_warps"],
+        **_sizes(sizes, num_children, "BC", "merge_warps"),
     )
     return out
 
 
+def _sizes(sizes: dict[str, int], num_children: int, block: str, warps: str) -> dict[str, int]:
+    """Of one of the launches, what `config` says under these names."""
+    own = {"BK": sizes["BK"], block: sizes[block], "num_warps": sizes[warps]}
+    return own | {"K": num_children, "MAX_ROUNDS": MAX_ROUNDS}
+
+
+def check_children(
+    operator: str, num_children: int, vocab: int, config: Callable[[int, int], dict[str, int]]
+) -> dict[str, int]:
+    """What `config` says of them.
+
+    Raises:
+        ValueError: more children than a vocabulary or a program has.
+    """
+    found = f"{num_children} children of a vocabulary of {vocab}"
+    most = min(vocab, MAX_CHILDREN)
+    check(1 <= num_children <= most, operator, found, f"1 … {most}")
+    sizes = config(vocab, num_children)
+    found = f"{found}, which leave {sizes['BC']} candidates"
+    check(sizes["BC"] <= MAX_CANDIDATES, operator, found, f"at most {MAX_CANDIDATES}")
+    return sizes
+
+
 def check_logits(logits: Tensor) -> None:
-    if logits.dim() != 2 or logits.dtype not in DTYPES or logits.shape[1] == 0:
-        raise ValueError(
-            f"logits: found {list(logits.shape)} of {logits.dtype};"
-            " needed [R, V] of float32, float16 or bfloat16, V at least 1"
-        )
-    if logits.stride(1) != 1 and logits.shape[1] > 1:
-        raise ValueError(
-            f"logits: found strides {logits.stride()}; needed rows of one piece, (any, 1)"
-        )
+    """Refuse what is no row of logits."""
+    is_right = logits.dim() == 2 and logits.dtype in DTYPES and logits.shape[1] > 0
+    needed = "[R, V] of float32, float16 or bfloat16, V at least 1, rows of one piece"
+    check(is_right and are_rows_dense(logits), "logits", said("logits", logits), needed)
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability: integers and comparisons alone."""
     for num_children in (1, 2, 3, 4, 6, 8, 10, 16, 32, 64):
-        sizes = config(131072, num_children)
-        constexprs = {"K": num_children, "BK": sizes["BK"], "MAX_ROUNDS": MAX_ROUNDS}
         for dtype in DTYPES:
-            parts = Shipped(
-                name=f"parts-{TYPE_NAMES[dtype]}-k{num_children}",
-                kernel=tree_expand_parts_kernel,
-                signature={
-                    "logits": f"*{TYPE_NAMES[dtype]}",
-                    "keys": "*i64",
-                    "row_stride": "i32",
-                    "vocab": "i32",
-                    "num_parts": "i32",
-                },
-                constexprs={**constexprs, "BV": sizes["BV"]},
-                num_warps=sizes["part_warps"],
-                num_stages=3,
-                divisible=("logits", "keys", "row_stride", "vocab"),
-            )
-            yield from with_any_vocab(parts)
+            yield from with_any_vocab(
+                Shipped.of(
+                    f"parts-{TYPE_NAMES[dtype]}-k{num_children}",
+                    tree_expand_parts_kernel, {dtype: ("logits",), torch.int64: ("keys",)},
+                    **_sizes(config(131072, num_children), num_children, "BV", "part_warps"),
+                )
+            )  # fmt: skip
         # vocabularies of 32k, 128k and 256k leave different numbers of candidates
         for vocab in (32768, 131072, 262144):
-            sizes = config(vocab, num_children)
-            yield Shipped(
-                name=f"merge-v{vocab}-k{num_children}",
-                kernel=tree_expand_merge_kernel,
-                signature={"keys": "*i64", "out": "*i64", "num_candidates": "i32"},
-                constexprs={**constexprs, "BC": sizes["BC"]},
-                num_warps=sizes["merge_warps"],
-                num_stages=3,
-                divisible=("keys", "out"),
-            )
+            yield Shipped.of(
+                f"merge-v{vocab}-k{num_children}",
+                tree_expand_merge_kernel, {torch.int64: ("keys", "out")},
+                **_sizes(config(vocab, num_children), num_children, "BC", "merge_warps"),
+            )  # fmt: skip

@@ -10,16 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from specc.kernels.cuda.sampling import Unfused
-from specc.kernels.cuda.shipped import Shipped
+from specc.kernels.cuda.shipped import Shipped, Types
 from specc.kernels.cuda.state_tokens import SLOTS, check_pass, check_path
 from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.cuda.tree_recurrence_kernels import (
-    COUNTS,
-    OF_NUMBERS,
-    OF_PASS,
-    OF_PATHS,
-    OF_TOKENS,
     fold_recurrence_kernel,
     tree_recurrence_kernel,
 )
@@ -179,36 +173,19 @@ SHIPPED = ((128, 128, True, False), (128, 128, True, True), (128, 64, False, Fal
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """The same for every compute capability; models compute what comes in in float32."""
-    del capability
+    floats = ("q", "k", "v", "g", "beta", "state", "rows", "out")
+    tree: Types = {torch.float32: floats, torch.int64: ("ancestors",)}
+    tree |= {torch.int32: ("q_start", "slot", "cache_len", "states")}
+    fold = {torch.float32: ("state", "rows"), torch.int32: ("source", "cache_len", "states")}
+    options: dict[str, Any] = {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
     for key_dim, value_dim, has_beta, by_row in SHIPPED:
-        sizes: dict[str, Any] = config(key_dim, value_dim)
+        sizes = {**config(key_dim, value_dim), "BY_ROW": by_row, **options}
         name = f"k{key_dim}-v{value_dim}{'-beta' * has_beta}{'-rows' * by_row}"
-        floats = ["q", "k", "v", "g", *(["beta"] if has_beta else []), "state", "rows", "out"]
-        integers = ["q_start", "slot", "cache_len", "states"]
         for words in (False, True):
-            pointers = dict.fromkeys(floats, "*fp32") | dict.fromkeys(integers, "*i32")
-            pointers |= {"ancestors": "*i64"} if words else {}
-            numbers = (*COUNTS, *OF_PASS, *OF_TOKENS, *OF_NUMBERS)
             absent = {} if has_beta else {"beta": None}
             absent |= {} if words else {"ancestors": None}
-            yield Unfused(
-                f"tree-{name}{'-words' * words}",
-                tree_recurrence_kernel,
-                {**pointers, **dict.fromkeys(numbers, "i32")},
-                {**sizes, "BS": SLOTS, "BY_ROW": by_row, **absent},
-                _NUM_WARPS,
-                3,
-                (*pointers, *OF_TOKENS),
-                _REGISTERS,
-            )
-        pointers = dict.fromkeys(("state", "rows"), "*fp32")
-        pointers |= dict.fromkeys(("source", "cache_len", "states"), "*i32")
-        yield Unfused(
-            f"fold-{name}",
-            fold_recurrence_kernel,
-            {**pointers, **dict.fromkeys((*COUNTS, *OF_PATHS), "i32")},
-            {**sizes, "HAS_BETA": has_beta, "BY_ROW": by_row},
-            _NUM_WARPS,
-            3,
-            tuple(pointers),
-        )
+            yield Shipped.of(
+                f"tree-{name}{'-words' * words}", tree_recurrence_kernel, tree,
+                **sizes, BS=SLOTS, **absent, maxnreg=_REGISTERS,
+            )  # fmt: skip
+        yield Shipped.of(f"fold-{name}", fold_recurrence_kernel, fold, HAS_BETA=has_beta, **sizes)

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
-from specc.kernels.cuda.shipped import Shipped
-from specc.speculation.tree import MAX_NODES
+from specc.kernels.cuda.merge import check_nodes
+from specc.kernels.cuda.shipped import Shipped, Types
+from specc.kernels.cuda.strided_rows import check, check_tensors, said
 
 BLOCK = 1024
 MAX_DRAFTS = 64
@@ -147,22 +148,14 @@ def vote_config(num_drafts: int) -> dict[str, int]:
 
 
 def image_slots(image: Tensor, slots: Tensor, num_nodes: int) -> Tensor:
-    is_image = image.dim() == 2 and image.dtype == torch.int32 and _is_dense(image)
-    if not is_image or image.shape[1] == 0:
-        raise ValueError(
-            f"image_slots: found image {list(image.shape)} of {image.dtype}, strides"
-            f" {image.stride()}; needed [B, T] of int32, rows of one piece"
-        )
+    check_tensors("image_slots", torch.int32, ("B", "T"), image=image)
     batch, num_own = image.shape
-    shapes = ((num_own,), (batch, num_own))
-    if slots.shape not in shapes or slots.dtype != torch.int32 or not _is_dense(slots):
-        raise ValueError(
-            f"image_slots: found slots {list(slots.shape)} of {slots.dtype}, strides"
-            f" {slots.stride()}; needed [{num_own}] or {[batch, num_own]} of int32, rows of one"
-            " piece"
-        )
-    if not 1 <= num_nodes <= MAX_NODES:
-        raise ValueError(f"image_slots: found {num_nodes} nodes; needed 1 … {MAX_NODES}")
+    check(num_own > 0, "image_slots", said("image", image), "1 column or more")
+    is_right = slots.shape in ((num_own,), (batch, num_own)) and slots.dtype == torch.int32
+    is_right = is_right and (num_own < 2 or slots.stride(-1) == 1)
+    needed = f"[{num_own}] or {[batch, num_own]} of torch.int32, rows of one piece"
+    check(is_right, "image_slots", said("slots", slots), needed)
+    check_nodes("image_slots", num_nodes)
     out = torch.empty(batch, num_nodes, dtype=torch.int32, device=image.device)
     if batch:
         sizes = image_config(num_own, num_nodes)
@@ -180,17 +173,12 @@ def image_slots(image: Tensor, slots: Tensor, num_nodes: int) -> Tensor:
 
 
 def vote_chain(tokens: Tensor, weights: Tensor) -> Tensor:
-    is_tokens = tokens.dim() == 3 and tokens.dtype == torch.int64 and tokens.is_contiguous()
-    is_weights = weights.dtype == torch.float32 and weights.is_contiguous()
-    if not is_tokens or not is_weights or weights.shape != tokens.shape[:2]:
-        raise ValueError(
-            f"vote_chain: found tokens {list(tokens.shape)} of {tokens.dtype}, weights"
-            f" {list(weights.shape)} of {weights.dtype}; needed [B, S, L] of int64, [B, S] of"
-            " float32, both contiguous"
-        )
+    check_tensors("vote_chain", torch.int64, ("B", "S", "L"), is_contiguous=True, tokens=tokens)
+    shape = tokens.shape[:2]
+    check_tensors("vote_chain", torch.float32, shape, is_contiguous=True, weights=weights)
     batch, num_drafts, length = tokens.shape
-    if not 1 <= num_drafts <= MAX_DRAFTS:
-        raise ValueError(f"vote_chain: found {num_drafts} drafts; needed 1 … {MAX_DRAFTS}")
+    is_right = 1 <= num_drafts <= MAX_DRAFTS
+    check(is_right, "vote_chain", f"{num_drafts} drafts", f"1 … {MAX_DRAFTS}")
     out = torch.empty(batch, length, dtype=torch.int64, device=tokens.device)
     if batch and length:
         vote_chain_kernel[(batch,)](tokens, weights, out, length, **vote_config(num_drafts))
@@ -207,19 +195,11 @@ def record_tokens(
 ) -> None:
     check_history("record_tokens", history, block_table, cache_len, last_tokens)
     batch = len(cache_len)
-    is_output = output_tokens.dim() == 2 and output_tokens.dtype == torch.int64
-    is_dense = output_tokens.is_contiguous() and num_accepted.is_contiguous()
-    counts = (num_accepted.shape, num_accepted.dtype)
-    if (
-        not (is_output and is_dense)
-        or len(output_tokens) != batch
-        or counts != ((batch,), torch.int32)
-    ):
-        raise ValueError(
-            f"record_tokens: found output_tokens {list(output_tokens.shape)} of"
-            f" {output_tokens.dtype}, num_accepted {list(num_accepted.shape)} of"
-            f" {num_accepted.dtype}; needed [{batch}, P] of int64, [{batch}] of int32, contiguous"
-        )
+    name, is_contiguous = "record_tokens", True
+    output = {"output_tokens": output_tokens}
+    check_tensors(name, torch.int64, (batch, "P"), is_contiguous=is_contiguous, **output)
+    accepted = {"num_accepted": num_accepted}
+    check_tensors(name, torch.int32, (batch,), is_contiguous=is_contiguous, **accepted)
     count = batch * (output_tokens.shape[1] + 1)
     if count:
         record_tokens_kernel[(triton.cdiv(count, BLOCK),)](
@@ -248,80 +228,28 @@ def check_history(
     Raises:
         ValueError: a shape, a dtype or strides.
     """
-    given = {
-        "history": (history, 2, torch.int32),
-        "block_table": (block_table, 2, torch.int32),
-        "cache_len": (cache_len, 1, torch.int32),
-        "last_tokens": (last_tokens, 2, torch.int64),
-    }
-    for name, (tensor, dim, dtype) in given.items():
-        is_packed = _is_dense(tensor) if name == "block_table" else tensor.is_contiguous()
-        if tensor.dim() != dim or tensor.dtype != dtype or not is_packed:
-            raise ValueError(
-                f"{operator}: found {name} {list(tensor.shape)} of {tensor.dtype}, strides"
-                f" {tensor.stride()}; needed {dim} dimension{'s' * (dim > 1)} of {dtype} in one"
-                " piece"
-            )
     batch = len(cache_len)
-    if (len(block_table), len(last_tokens)) != (batch, batch):
-        raise ValueError(
-            f"{operator}: found {batch} lengths, block_table {list(block_table.shape)},"
-            f" last_tokens {list(last_tokens.shape)}; needed B rows of each"
-        )
-    if history.shape[1] == 0 or last_tokens.shape[1] == 0:
-        raise ValueError(
-            f"{operator}: found history {list(history.shape)}, last_tokens"
-            f" {list(last_tokens.shape)}; needed 1 column or more"
-        )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.dim() > 0 and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
+    check_tensors(operator, torch.int32, ("blocks", "size"), is_contiguous=True, history=history)
+    check_tensors(operator, torch.int32, (batch, "n"), block_table=block_table)
+    check_tensors(operator, torch.int32, (batch,), is_contiguous=True, cache_len=cache_len)
+    last = {"last_tokens": last_tokens}
+    check_tensors(operator, torch.int64, (batch, "L"), is_contiguous=True, **last)
+    found = f"history {list(history.shape)}, last_tokens {list(last_tokens.shape)}"
+    has_columns = history.shape[1] > 0 and last_tokens.shape[1] > 0
+    check(has_columns, operator, found, "1 column or more")
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """A few integers."""
+    types: Types = {torch.int32: ("image", "slots", "out")}
     for num_own, num_nodes in ((8, 15), (64, 127)):
-        sizes = image_config(num_own, num_nodes)
-        num_warps = sizes.pop("num_warps")
-        yield Shipped(
-            name=f"image-slots-{num_own}-in-{num_nodes}",
-            kernel=image_slots_kernel,
-            signature={
-                **dict.fromkeys(("image", "slots", "out"), "*i32"),
-                **dict.fromkeys(("image_stride", "slot_stride", "num_own", "num_nodes"), "i32"),
-            },
-            constexprs=sizes,
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=("image", "slots", "out"),
-        )
+        name = f"image-slots-{num_own}-in-{num_nodes}"
+        yield Shipped.of(name, image_slots_kernel, types, **image_config(num_own, num_nodes))
+    types = {torch.int64: ("tokens", "out"), torch.float32: ("weights",)}
     for num_drafts in (2, 3, 4, 8):
-        sizes = vote_config(num_drafts)
-        num_warps = sizes.pop("num_warps")
-        yield Shipped(
-            name=f"vote-{num_drafts}",
-            kernel=vote_chain_kernel,
-            signature={"tokens": "*i64", "weights": "*fp32", "out": "*i64", "length": "i32"},
-            constexprs=sizes,
-            num_warps=num_warps,
-            num_stages=3,
-            divisible=("tokens", "weights", "out"),
-        )
-    pointers = ("history", "block_table", "cache_len", "num_accepted")
-    tokens = ("last_tokens", "output_tokens")
-    counts = ("num_last", "width", "num_columns", "num_blocks", "block_size", "count")
-    item = Shipped(
-        name="record-tokens",
-        kernel=record_tokens_kernel,
-        signature={
-            **dict.fromkeys(pointers, "*i32"),
-            **dict.fromkeys(tokens, "*i64"),
-            **dict.fromkeys(("table_stride", *counts), "i32"),
-        },
-        constexprs={"BLOCK": BLOCK},
-        num_warps=4,
-        num_stages=3,
-        divisible=(*pointers, *tokens),
-    )
+        name = f"vote-{num_drafts}"
+        yield Shipped.of(name, vote_chain_kernel, types, **vote_config(num_drafts))
+    types = {torch.int32: ("history", "block_table", "cache_len", "num_accepted")}
+    types |= {torch.int64: ("last_tokens", "output_tokens")}
+    item = Shipped.of("record-tokens", record_tokens_kernel, types, BLOCK=BLOCK)
     yield from with_dependent(item, capability, None)

@@ -12,10 +12,12 @@ from torch import Tensor
 from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.kv_quantized import check_words, in_words, store_row
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
+from specc.kernels.cuda.strided_rows import check, check_dense
 from specc.kernels.reference.kv_rows import columns_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
+CACHES = ("k_cache", "v_cache")
 # sequences that one step of the search looks at
 SEARCH = 256
 
@@ -23,12 +25,12 @@ SEARCH = 256
 @triton.jit
 def cache_rows(
     q_start, slot, block_table, o_t, m_t, num_seqs, num_blocks, num_pages, block_size,
-    stride_table, BB: tl.constexpr,
+    stride_table, BB: tl.constexpr, o_i=None,
 ):  # fmt: skip
     """Block and row in it of each token [BT], and which tokens have one.
 
     A token is dead if its slot is -1, if no sequence owns it, or if its slot or block lies outside
-    of table or cache.
+    of table or cache. o_i [BT] are places of slots, where they are others than of tokens.
     """
     b_b = tl.full(o_t.shape, -1, tl.int32)  # [BT]
     for i in range(0, num_seqs, BB):
@@ -38,7 +40,7 @@ def cache_rows(
         m_before = m_b[None, :] & (b_start[None, :] <= o_t[:, None])  # [BT, BB]
         b_b += tl.sum(m_before.to(tl.int32), 1)
     m_t = m_t & (b_b >= 0) & (o_t < tl.load(q_start + num_seqs))
-    b_slot = tl.load(slot + o_t, mask=m_t, other=-1)
+    b_slot = tl.load(slot + (o_t if o_i is None else o_i), mask=m_t, other=-1)
     m_t = m_t & (b_slot >= 0) & (b_slot < num_pages * block_size)
     b_slot = tl.where(m_t, b_slot, 0)
     p_table = block_table + b_b.to(tl.int64) * stride_table + b_slot // block_size
@@ -147,15 +149,16 @@ def write_kv(
         num_tokens, num_seqs, num_kv_heads, num_blocks, num_pages, block_size,
         *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         block_table.stride(0),
-        D=head_dim,
-        DV=value_dim,
-        BD=triton.next_power_of_2(head_dim),
-        BDV=triton.next_power_of_2(value_dim),
-        BT=block_t,
-        BH=block_h,
-        BB=SEARCH,
-        num_warps=num_warps,
+        **_sizes(head_dim, value_dim, block_t, block_h, num_warps),
     )  # fmt: skip
+
+
+def _sizes(
+    head_dim: int, value_dim: int, block_t: int, block_h: int, num_warps: int
+) -> dict[str, int]:
+    padded = {"BD": triton.next_power_of_2(head_dim), "BDV": triton.next_power_of_2(value_dim)}
+    blocks = {"BT": block_t, "BH": block_h, "BB": SEARCH, "num_warps": num_warps}
+    return {"D": head_dim, "DV": value_dim, **padded, **blocks}
 
 
 def check_cache(
@@ -169,74 +172,44 @@ def check_cache(
     block_table: Tensor,
 ) -> None:
     """Refuse what a kernel that writes to the cache would misread."""
-    quantized = [cache for cache in (k_cache, v_cache) if holds_quantized(cache.dtype)]
-    for tensor in (k, v, k_cache, v_cache):
-        if tensor.dtype not in DTYPES and not any(tensor is cache for cache in quantized):
-            raise ValueError(
-                f"{name}: found {tensor.dtype}; needed one of {', '.join(map(str, DTYPES))}"
-            )
+    rows = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+    for label, tensor in rows.items():
+        is_known = tensor.dtype in DTYPES or (label in CACHES and holds_quantized(tensor.dtype))
+        check(is_known, name, f"{tensor.dtype}", f"one of {', '.join(map(str, DTYPES))}")
     num_kv_heads, num_tokens, head_dim = k.shape
     value_dim = v.shape[2]
-    if (
-        v.shape[:2] != k.shape[:2]
-        or k_cache.shape[:2] != v_cache.shape[:2]
-        or (*k_cache.shape[2:-1], columns_of(k_cache)) != (num_kv_heads, head_dim)
-        or (*v_cache.shape[2:-1], columns_of(v_cache)) != (num_kv_heads, value_dim)
-    ):
-        raise ValueError(
-            f"{name}: found k {tuple(k.shape)}, v {tuple(v.shape)}, k_cache"
-            f" {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}; needed [HK, Nt, D],"
-            " [HK, Nt, DV], [blocks, block_size, HK, D] and [blocks, block_size, HK, DV]"
-        )
+    is_right = v.shape[:2] == k.shape[:2] and k_cache.shape[:2] == v_cache.shape[:2]
+    for cache, size in ((k_cache, head_dim), (v_cache, value_dim)):
+        is_right = is_right and (*cache.shape[2:-1], columns_of(cache)) == (num_kv_heads, size)
+    check(
+        is_right,
+        name,
+        ", ".join(f"{label} {tuple(tensor.shape)}" for label, tensor in rows.items()),
+        "[HK, Nt, D], [HK, Nt, DV], [blocks, block_size, HK, D], [blocks, block_size, HK, DV]",
+    )
     for size in (head_dim, value_dim):
-        if not 0 < size <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: found head size {size}; needed 1 to {MAX_HEAD_DIM}")
-    if q_start.shape != (block_table.shape[0] + 1,) or slot.shape != (num_tokens,):
-        raise ValueError(
-            f"{name}: found q_start {tuple(q_start.shape)}, slot {tuple(slot.shape)}, block_table"
-            f" {tuple(block_table.shape)}; needed [B + 1], [{num_tokens}] and [B, n]"
-        )
+        check(0 < size <= MAX_HEAD_DIM, name, f"head size {size}", f"1 to {MAX_HEAD_DIM}")
+    places = {"q_start": q_start, "slot": slot, "block_table": block_table}
+    check(
+        q_start.shape == (block_table.shape[0] + 1,) and slot.shape == (num_tokens,),
+        name,
+        ", ".join(f"{label} {tuple(tensor.shape)}" for label, tensor in places.items()),
+        f"[B + 1], [{num_tokens}] and [B, n]",
+    )
     check_words(name, {"k_cache": k_cache, "v_cache": v_cache})
-    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-    tensors |= {"q_start": q_start, "slot": slot, "block_table": block_table}
-    for label, tensor in tensors.items():
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(
-                f"{name}: found strides {tensor.stride()} of {label};"
-                " needed 1 in the last dimension"
-            )
+    check_dense(name, **rows, **places)
 
 
 _SHIPPED_HEAD_DIMS = (64, 80, 96, 128, 256)
-_STRIDES: tuple[str, ...] = (
-    "stride_kh",
-    "stride_kt",
-    "stride_vh",
-    "stride_vt",
-    "stride_kcb",
-    "stride_kcs",
-)
-_STRIDES += ("stride_kch", "stride_vcb", "stride_vcs", "stride_vch")
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
-    del capability
+    places = ("q_start", "slot", "block_table")
     for dtype in DTYPES:
-        pointers = dict.fromkeys(("k", "v", "k_cache", "v_cache"), f"*{TYPE_NAMES[dtype]}")
-        pointers |= dict.fromkeys(("q_start", "slot", "block_table"), "*i32")
-        integers = (*_NOT_SPECIALIZED, "num_kv_heads", "stride_table", *_STRIDES)
+        types = {dtype: ("k", "v", "k_cache", "v_cache"), torch.int32: places}
         for head_dim in _SHIPPED_HEAD_DIMS:
-            padded = triton.next_power_of_2(head_dim)
-            for block_t, block_h, num_warps in sorted({config(1, 8), config(512, 8)}):
-                sizes = {"D": head_dim, "DV": head_dim, "BD": padded, "BDV": padded}
-                sizes |= {"BT": block_t, "BH": block_h, "BB": SEARCH}
-                yield Shipped(
-                    f"write_kv-{TYPE_NAMES[dtype]}-d{head_dim}-tokens{block_t}",
-                    _write_kv_kernel,
-                    {**pointers, **dict.fromkeys(integers, "i32")},
-                    sizes,
-                    num_warps,
-                    3,
-                    (*pointers, *_STRIDES),
-                )
+            for blocks in sorted({config(1, 8), config(512, 8)}):
+                name = f"write_kv-{TYPE_NAMES[dtype]}-d{head_dim}-tokens{blocks[0]}"
+                sizes = _sizes(head_dim, head_dim, *blocks)
+                yield Shipped.of(name, _write_kv_kernel, types, **sizes)

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -96,10 +97,10 @@ def items(
         rows: what caches hold, of `CODES`; else the type of the queries.
     """
     file = importlib.import_module(f"specc.kernels.cuda.{module}")
-    if rows and hasattr(file, "in_quantized"):
-        found = file.in_quantized(capability)
-    else:
-        found = file.in_chunks(capability, chunk) if chunk else file.shipped(capability)
+    given: dict[str, Any] = {"chunk": chunk} if chunk else {}
+    if rows and "is_quantized" in inspect.signature(file.shipped).parameters:
+        given["is_quantized"] = True
+    found = file.shipped(capability, **given)
     return [with_rows(with_beside(item, beside), rows) for item in found]
 
 

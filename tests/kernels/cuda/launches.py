@@ -18,6 +18,8 @@ from torch import Tensor
 from specc.kernels.cuda import (
     accept_winners,
     act_and_mul,
+    add_norm_linear,
+    add_norm_rope_write,
     attend,
     block_mass,
     commit_kv,
@@ -137,9 +139,11 @@ def record(
     """The launches of all calls of a file of `specc.kernels.cuda`, or of those that are given."""
     calls = calls or CALLS[module.__name__.rpartition(".")[2]]
     launches: list[Launch] = []
-    for name, value in list(vars(module).items()):
-        if name.endswith("_kernel") and hasattr(value, "arg_names"):
-            monkeypatch.setattr(module, name, _Recorder(value, launches))
+    # others have kernels that it launches, too
+    for owner in {module, add_norm_linear, add_norm_rope_write}:
+        for name, value in list(vars(owner).items()):
+            if name.endswith("_kernel") and hasattr(value, "arg_names"):
+                monkeypatch.setattr(owner, name, _Recorder(value, launches))
     for owner in (attend, few_rows):
         monkeypatch.setattr(owner, "machine", lambda device: (capability, NUM_SMS))
     # with early starts where engines have them

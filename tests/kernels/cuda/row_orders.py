@@ -1,11 +1,12 @@
-"""In which order kernels of invariant operators add up a row, found out without a GPU.
+"""In which order kernels add up a row, or the rows of a state, found out without a GPU.
 
     python -P tests/kernels/cuda/row_orders.py --capability 90 --module invariant_linear
 
 A process of its own, without TRITON_INTERPRET. A product adds up columns in the order of its
-instructions, which its operands' layouts decide; a sum along a row in the order of its block's
-layout. Prints JSON: name of a configuration → products and sums as `orders` has them, and matrix
-instructions of the code.
+instructions, which its operands' layouts decide; a sum along a row, or over the rows of a block, is
+added up in each thread, then between threads, as the layout of the block has them. Prints JSON:
+name of a configuration → products and sums as `orders` has them, and matrix instructions of the
+code.
 """
 
 from __future__ import annotations
@@ -48,11 +49,17 @@ def orders(text: str) -> dict[str, list[str]]:
     return {"products": sorted(products), "sums": sorted(sums)}
 
 
+def head_of(name: str) -> str:
+    """What heads look like, of the name of a configuration of a recurrence."""
+    return name.removeprefix("tree-").removeprefix("fold-").removesuffix("-words")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, required=True)
     parser.add_argument("--module", required=True, help="file of specc/kernels/cuda")
     parser.add_argument("--leave-out", default="$^", help="pattern of names of configurations")
+    parser.add_argument("--head", help="configurations of this one alone")
     options = parser.parse_args()
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
     import triton
@@ -63,7 +70,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="specc-orders-") as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         for item in module.shipped(options.capability):
-            if re.search(options.leave_out, item.name):
+            is_left_out = re.search(options.leave_out, item.name) is not None
+            if is_left_out or options.head not in (None, head_of(item.name)):
                 continue
             made = triton.compile(item.source(), target=target, options=item.options)
             instructions = sorted(set(_INSTRUCTION.findall(made.asm["ptx"])))

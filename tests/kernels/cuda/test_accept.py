@@ -311,7 +311,7 @@ def inputs_of(**change) -> dict:
         ({"logits": torch.zeros(6, 5, dtype=torch.float64)}, "torch.float64"),
         ({"logits": torch.zeros(5, 5)}, "5 rows of logits"),
         ({"tokens": torch.zeros(2, 3, dtype=torch.int32)}, "torch.int32"),
-        ({"parents": torch.zeros(2, 3, dtype=torch.int64)}, "parents of torch.int64"),
+        ({"parents": torch.zeros(2, 3, dtype=torch.int64)}, "parents .* of torch.int64"),
         ({"parents": torch.zeros(2, 4, dtype=torch.int32)}, r"parents \[2, 4\]"),
         ({"parents": torch.zeros(3, 2, dtype=torch.int32).T}, "strides"),
         ({"max_depth": -1}, "max_depth -1"),
@@ -327,7 +327,7 @@ def inputs_of(**change) -> dict:
         ({"words": torch.zeros(2, 4)}, "words .* of torch.float32"),
         ({"cache_len": torch.zeros(2, dtype=torch.int64)}, "cache_len .* torch.int64"),
         ({"history": torch.zeros(2, 4, dtype=torch.int64)}, "history .* torch.int64"),
-        ({"block_table": torch.zeros(3, 1, dtype=torch.int32)}, "block_table of 3 rows"),
+        ({"block_table": torch.zeros(3, 1, dtype=torch.int32)}, r"block_table \[3, 1\]"),
     ],
     ids=lambda x: "" if isinstance(x, dict) else None,
 )

@@ -97,5 +97,5 @@ def test_what_ships_covers_every_size(capability):
     items = list(shipped(capability))
     assert len({item.name for item in items}) == len(items)
     for size in (1, 64, 96, 14336):
-        found = [s for s in items if s.constexprs["BLOCK_I"] == config(size).block_i]
+        found = [s for s in items if s.constexprs["BLOCK_I"] == config(size)["BLOCK_I"]]
         assert {s.constexprs["ACTIVATION"] for s in found} == set(ACTIVATIONS)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from specc.artifact.kv_rows import SCALE_BYTES
 from specc.kernels.cuda import attend as module
 from specc.kernels.cuda import (
     attend_rows,
@@ -17,6 +18,7 @@ from specc.kernels.cuda import (
     attend_wide_copies,
     attend_wide_kernels,
 )
+from specc.kernels.cuda.attend_call import AttendCall
 from specc.kernels.cuda.launch import even_tokens
 from specc.kernels.operators.attention import SPLIT_ROWS
 from tests.kernels.cuda.cases_attend import (
@@ -169,6 +171,11 @@ def test_a_sequence_of_17_rows_is_wide(
     assert len(launches) == is_wide
 
 
+def find(q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor) -> Any:
+    places = (None,) * 5
+    return attend_wide.find(AttendCall.of(q, cache, cache, *places, table, scale=1.0), 90)
+
+
 def test_parts_are_no_more_than_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend_wide, "_is_able", lambda: True)
     assert attend_wide.MOST_PART_ROWS == SPLIT_ROWS
@@ -179,7 +186,7 @@ def test_parts_are_no_more_than_plans_count(monkeypatch: pytest.MonkeyPatch) -> 
             table = torch.empty(batch, 1, dtype=torch.int32, device="meta")
             q = cache.new_empty(32, batch * tokens, 128)
             with even_tokens():
-                c = attend_wide.find(q, cache, table, 0, 90)
+                c = find(q, cache, table)
             if c is None:
                 continue
             taken.append((batch, tokens))
@@ -217,7 +224,7 @@ def test_few_rows_of_a_batch_have_another_kernel(monkeypatch: pytest.MonkeyPatch
     table = torch.zeros(2, 20, dtype=torch.int32)
     with even_tokens():
         for tokens, rows in ((4, None), (5, 64), (16, 64), (17, 128), (32, 128), (33, None)):
-            found = attend_wide.find(cache.new_empty(8, 2 * tokens, 128), cache, table, 0, 90)
+            found = find(cache.new_empty(8, 2 * tokens, 128), cache, table)
             assert (None if found is None else found.block_m) == rows
 
 
@@ -230,7 +237,7 @@ def test_few_rows_over_few_keys_have_another_kernel(monkeypatch: pytest.MonkeyPa
         (5, 4, 96, None), (5, 5, 96, 64), (5, 6, 97, 64),
     ):  # fmt: skip
         table = torch.zeros(1, pages, dtype=torch.int32)
-        found = attend_wide.find(cache.new_empty(2 * group, tokens, 128), cache, table, 0, 90)
+        found = find(cache.new_empty(2 * group, tokens, 128), cache, table)
         assert (None if found is None else found.block_m) == rows
 
 
@@ -263,11 +270,10 @@ def test_bad_data_stays_inside(is_tree: bool, launches: list[Any], device: torch
 
 
 def test_codes_are_not_taken() -> None:
-    """Not even where a row of values is as wide as one of keys was."""
     q = torch.empty(8, 24, 128, dtype=torch.bfloat16)
     table = torch.zeros(1, 200, dtype=torch.int32)
     cache = torch.empty(200, 16, 2, 128, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attend_wide, "_is_able", lambda: True)
-        assert attend_wide.find(q, cache, table, 0, 90) is not None
-        assert attend_wide.find(q, cache.view(torch.int8)[..., :128], table, 0, 90) is None
+        assert find(q, cache, table) is not None
+        assert find(q, cache.view(torch.int8)[..., : 128 + SCALE_BYTES], table) is None

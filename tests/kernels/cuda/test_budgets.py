@@ -66,8 +66,7 @@ ATTENTION = (
 )  # fmt: skip
 # products of half precision besides attention
 PRODUCTS = (
-    *(f"_add_norm_{name}_kernel" for name in ("linear", "gate_up", "rope_write", "head")),
-    "_embed_norm_rope_write_kernel",
+    "_add_norm_kernel", "_add_norm_rope_write_kernel",
     "experts_gate_up_kernel", "experts_down_kernel",
     "experts_fragments_gate_up_kernel", "experts_fragments_down_kernel",
     "_votes_kernel", "linear_q_kernel",

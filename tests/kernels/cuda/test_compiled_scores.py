@@ -124,9 +124,7 @@ def test_nothing_spills_with_the_oldest_triton(tmp_path: Path) -> None:
 def test_what_is_compiled_is_what_is_launched(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    items = {
-        launches.shipped_launch(item): item.name for item in attend.in_chunks(capability, CHUNK)
-    }
+    items = {launches.shipped_launch(item): item.name for item in attend.shipped(capability, CHUNK)}
     calls = functools.partial(launches_attention.attend_calls, CHUNK)
     launched = set(launches.record(attend, capability, monkeypatch, calls))
     assert [name for launch, name in items.items() if launch not in launched] == []

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from specc.kernels.cuda import child_keys
-from specc.kernels.cuda.draft_children import MAX_CANDIDATES, draft_children
+from specc.kernels.cuda.draft_children import draft_children
+from specc.kernels.cuda.tree_expand import MAX_CANDIDATES
 from specc.sampling.rows import Rule
 from tests.kernels.cuda import cases_draft_children as cases
 from tests.kernels.cuda.typed_trees import MIXED, PADDING, Row, options_of

@@ -222,7 +222,7 @@ def inputs_of(**change) -> dict:
         ({"values": torch.zeros(2, 5)}, r"values \[2, 5\]"),
         ({"cache_len": torch.zeros(2, dtype=torch.int64)}, "cache_len .* torch.int64"),
         ({"history": torch.zeros(2, 4, dtype=torch.int64)}, "history .* torch.int64"),
-        ({"block_table": torch.zeros(3, 1, dtype=torch.int32)}, "block_table of 3 rows"),
+        ({"block_table": torch.zeros(3, 1, dtype=torch.int32)}, r"block_table \[3, 1\]"),
     ],
     ids=lambda x: "" if isinstance(x, dict) else None,
 )

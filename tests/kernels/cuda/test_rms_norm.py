@@ -101,8 +101,8 @@ def test_what_ships_covers_every_size(capability):
     assert len({item.name for item in items}) == len(items)
     for size in (1, 64, 65, 4096, 5120, MAX_SIZE):
         item = config(size)
-        assert item.block_d >= size
-        found = [s for s in items if s.constexprs["BLOCK_D"] == item.block_d]
+        assert item["BLOCK_D"] >= size
+        found = [s for s in items if s.constexprs["BLOCK_D"] == item["BLOCK_D"]]
         # in bfloat16 also for dependent launches, where there are such
         assert len(found) == 2 * (len(DTYPES) + (capability >= LEAST_CAPABILITY))
-        assert {s.num_warps for s in found} == {item.num_warps}
+        assert {s.num_warps for s in found} == {item["num_warps"]}

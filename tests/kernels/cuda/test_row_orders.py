@@ -11,18 +11,20 @@ from fractions import Fraction
 
 import pytest
 
-from specc.kernels.cuda import invariant_attend, invariant_linear
+from specc.kernels.cuda import invariant_attend, invariant_linear, tree_recurrence
 from specc.kernels.cuda.shipped import CAPABILITIES
 from tests.kernels.cuda import row_orders
+from tests.kernels.cuda.row_orders import head_of
 
+HEADS = sorted({head_of(item.name) for item in tree_recurrence.shipped(90)})
 # rows of the first operand, and columns that an instruction adds up
 INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32"
 LAYOUT = "#ttg.nvidia_mma<{versionMajor = 2, versionMinor = 0, instrShape = [16, 8]}>"
 
 
-def compiled(capability: int, module: str, *more: str) -> dict[str, dict]:
+def compiled(capability: int, module: str, *further: str) -> dict[str, dict]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    options = ["--capability", str(capability), "--module", module, *more]
+    options = ["--capability", str(capability), "--module", module, *further]
     process = subprocess.run(
         [sys.executable, "-P", row_orders.__file__, *options],
         env=environment, capture_output=True, text=True,
@@ -108,6 +110,25 @@ def test_all_tiles_of_fragments_add_up_alike(capability: int) -> None:
             counted = (made[x] for x in ("additions", "fused", "products of floats"))
             orders.append((layout, *(Fraction(x, rows * outputs) for x in counted)))
         assert len(set(orders)) == 1, (names, orders)
+
+
+@pytest.mark.default("90-k128-v128-beta")
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_of_a_head_add_up_in_one_order(capability: int, head: str) -> None:
+    """Nodes, plain decoding and folds: those with words, those without, and the fold."""
+    made = compiled(capability, "tree_recurrence", "--head", head)
+    items = [item for item in tree_recurrence.shipped(capability) if head_of(item.name) == head]
+    assert made.keys() == {item.name for item in items}
+    # a fold without beta adds up nothing
+    summed = {name: found["sums"] for name, found in made.items() if found["sums"]}
+    assert made.keys() - summed.keys() <= {"fold-k128-v64"}
+    (layout,) = {layout for layouts in summed.values() for layout in layouts}
+    for item in items:
+        sizes = item.constexprs
+        assert layout.startswith(f"0 {sizes['BK']}x{sizes['BV']} #ttg.blocked")
+        # an addition that is fused is another sum
+        assert item.options["enable_fp_fusion"] is False
 
 
 def test_orders_are_found_in_what_is_compiled() -> None:

@@ -163,11 +163,11 @@ def test_bad_inputs_are_refused_with_their_values():
     pair = torch.zeros(2, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"nodes .* of torch.int64"):
         rows.tree_rows(one, one.long(), one)
-    with pytest.raises(ValueError, match="2 nodes and 3 depths"):
+    with pytest.raises(ValueError, match=r"depths \[3\]"):
         rows.tree_rows(one, one, torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"path \[2\]"):
         rows.commit_rows(one, one, one)
-    with pytest.raises(ValueError, match="3 lengths"):
+    with pytest.raises(ValueError, match=r"cache_len \[3\]"):
         rows.commit_rows(two, torch.zeros(3, dtype=torch.int32), one)
     with pytest.raises(ValueError, match="strides"):
         rows.commit_rows(torch.zeros(3, 2, dtype=torch.int32).T, one, one)
@@ -175,7 +175,7 @@ def test_bad_inputs_are_refused_with_their_values():
         rows.next_tokens(pair, two, one)
     with pytest.raises(ValueError, match="without a column"):
         rows.next_tokens(pair[:, :0], pair, one)
-    with pytest.raises(ValueError, match=r"slot_of \[3, 3\]; needed \[N\] or \[2, N\]"):
+    with pytest.raises(ValueError, match=r"slot_of \[3, 3\] .*needed \[N\] or \[2, N\]"):
         rows.commit_rows(two, one, torch.zeros(3, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"slot_of .* of torch.int64"):
         rows.commit_rows(two, one, one.long())

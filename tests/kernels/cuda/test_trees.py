@@ -118,7 +118,7 @@ def test_bad_inputs_are_refused_with_their_values():
         (0, image[:, :2], r"history .* strides \(3, 1\)"),
         (1, image.T, "3 dimension|block_table"),
         (2, lengths.long(), r"cache_len \[2\] of torch.int64"),
-        (2, int32([1, 1, 1]), "3 lengths"),
+        (2, int32([1, 1, 1]), r"needed \[3, n\]"),
         (3, last[:, :0], "needed 1 column or more"),
         (4, last.int(), r"output_tokens \[2, 2\] of torch.int32"),
         (5, int32([1]), r"num_accepted \[1\]"),
