@@ -47,11 +47,11 @@ SANITIZED = (
 )  # fmt: skip
 # of command E: what no GPU has run, or not since it changed
 NEW_KERNELS = (
-    "attend", "attend_few", "attend_latent", "attend_wide", "experts", "linear_q",
-    "linear_q_fragments", "add_norm_fragments", "add_norm_rope_fragments",
+    "attend", "attend_few", "attend_latent", "attend_latent_few", "attend_wide", "experts",
+    "linear_q", "linear_q_fragments", "add_norm_fragments", "add_norm_rope_fragments",
 )  # fmt: skip
 NEW_SANITIZED = (
-    "attend_few", "attend_latent", "experts", "linear_q", "linear_q_fragments",
+    "attend_few", "attend_latent", "attend_latent_few", "experts", "linear_q", "linear_q_fragments",
     "add_norm_fragments", "add_norm_rope_fragments",
 )  # fmt: skip
 # steps of commands D and E
