@@ -120,7 +120,7 @@ def _take(
         if IS_MASKED:
             # rows that nobody sees may be NaN, and 0 · NaN is NaN
             b_v = tl.where(m_seen[:, None], b_v, 0.0)
-        new += (tl.dot(b_p, b_v, acc[j] * b_shrink[:, None]),)
+        new += (tl.dot(b_p, b_v, acc[j] * b_shrink[:, None]),)  # type: ignore[assignment]
     return new, b_l, b_m
 
 
@@ -238,7 +238,7 @@ def attend_latent_few_kernel(
     b_m, b_l = start_softmax(sinks, o_h, m_row, i_split)
     acc = ()
     for _ in tl.static_range(NV):
-        acc += (tl.zeros([BM, BC], tl.float32),)
+        acc += (tl.zeros([BM, BC], tl.float32),)  # type: ignore[assignment]
     qk_scale = scale * LOG2E
     p_words = ancestors + o_t * stride_words
 
