@@ -186,11 +186,13 @@ class Reads:
         whole: operand that every call reads all of, from memory.
         rows: operand of which only rows are read, those that ids name.
         experts: operand that chooses the matrices that are read.
+        shared: operands beside those matrices that are read for every choice.
     """
 
     whole: str | None = None
     rows: str | None = None
     experts: str | None = None
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

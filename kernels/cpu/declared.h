@@ -86,7 +86,7 @@ consteval bool fits_schema(std::string_view name) {
   if (name == "specc::embedding_q")
     return std::is_same_v<Function, One(T, T, int64_t, int64_t, Text)>;
   if (name == "specc::experts")
-    return std::is_same_v<Function, One(T, T, T, T, T, Text, O, O, int64_t, Text, Text)>;
+    return std::is_same_v<Function, One(T, T, T, T, T, Text, O, O, int64_t, Text, Text, O, O)>;
   if (name == "specc::fold_conv")
     return std::is_same_v<Function, void(T, T, T, T, T)>;
   if (name == "specc::fold_recurrence")
@@ -147,7 +147,7 @@ consteval bool fits_schema(std::string_view name) {
     return std::is_same_v<Function, One(T, T, T, T, T, T, T, T, T, T, T, Text)>;
   if (name == "specc::route")
     return std::is_same_v<Function, Two(T, T, O, O, Text, int64_t, bool, double, double, int64_t,
-        int64_t, int64_t)>;
+        int64_t, int64_t, int64_t, O)>;
   if (name == "specc::skinny_linear")
     return std::is_same_v<Function, One(T, T, O)>;
   if (name == "specc::take_rows")
@@ -404,7 +404,8 @@ constexpr const char* kSchemas[] = {
         "layout) -> Tensor",
     "specc::experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str "
         "activation, Tensor? gate_up_bias=None, Tensor? down_bias=None, int size=0, str "
-        "gate_up_layout=\"\", str down_layout=\"\") -> Tensor",
+        "gate_up_layout=\"\", str down_layout=\"\", Tensor? shared_gate_up=None, Tensor? "
+        "shared_down=None) -> Tensor",
     "specc::fold_conv(Tensor(a!) state, Tensor rows, Tensor source, Tensor cache_len, Tensor "
         "states) -> ()",
     "specc::fold_recurrence(Tensor(a!) state, Tensor rows, Tensor source, Tensor cache_len, "
@@ -460,7 +461,7 @@ constexpr const char* kSchemas[] = {
         "Tensor block_table, str pairs) -> Tensor",
     "specc::route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, str scores, int "
         "top_k, bool normalize, float eps, float scale, int groups, int top_groups, int "
-        "group_best) -> (Tensor ids, Tensor weights)",
+        "group_best, int shared=0, Tensor? shared_gate=None) -> (Tensor ids, Tensor weights)",
     "specc::skinny_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     "specc::take_rows(Tensor slab, Tensor slots, Tensor q_start, Tensor block_table) -> "
         "Tensor",

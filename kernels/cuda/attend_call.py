@@ -203,19 +203,25 @@ class AttendCall:
             is_short=self.capacity <= SHORT_ROWS,
         )  # fmt: skip
 
-    def parts(self, num_parts: int, block_m: int, num_counters: int) -> tuple[Tensor, ...]:
+    def parts(
+        self, num_parts: int, block_m: int, num_counters: int, columns: int = 0
+    ) -> tuple[Tensor, ...]:
         """Memory for the parts of split tiles that the last program of a tile merges.
 
+        Args:
+            columns: of a part; 0 is DV.
+
         Returns:
-            rows [num_parts, block_m, DV] and the logarithms [num_parts, block_m] of their sums,
-            float32, and counters of programs; empty without parts.
+            rows [num_parts, block_m, columns] and the logarithms [num_parts, block_m] of their
+            sums, float32, and counters of programs; empty without parts.
         """
         if not num_parts:
             # absent, in the type they have else: one kernel for both
             absent = self.q.new_empty(0, dtype=torch.float32)
             return absent, absent, self.q.new_empty(0, dtype=torch.int32)
         lse = self.q.new_empty(num_parts, block_m, dtype=torch.float32)
-        partial = self.q.new_empty(num_parts, block_m, self.value_dim, dtype=torch.float32)
+        shape = num_parts, block_m, columns or self.value_dim
+        partial = self.q.new_empty(shape, dtype=torch.float32)
         return partial, lse, counters(self.k_cache, num_counters)
 
     def check_places(self) -> None:

@@ -1,6 +1,7 @@
 """`specc::attend` over cached latents: one head of keys, whose first columns are the values.
 
-As in `attend` a program takes a tile of packed rows of one sequence and one split of its keys, and
+Few tokens of a sequence have a kernel of their own (`attend_latent_few`). In that of the others, as
+in `attend` a program takes a tile of packed rows of one sequence and one split of its keys, and
 the last program of a tile merges. All query heads read the same rows, so the rows of a tile are
 the tokens of a sequence × all of its heads.
 """
@@ -13,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specc.kernels.cuda import attend
+from specc.kernels.cuda import attend, attend_latent_few
 from specc.kernels.cuda.attend_call import (
     DTYPES,
     NOTHING_BESIDE,
@@ -39,36 +40,27 @@ _LARGEST_TREE = 64
 # columns that one step of merging takes
 _MERGED = 64
 
-# (bytes of an element, rows) → launch parameters; rows are the largest of a tile. Tiles of 64 rows,
-# which wgmma needs, spill on sm_90: accumulators take half of the registers, and descriptors of the
-# queries are kept in most of the others
-_TABLE = {
-    (2, 16): AttendConfig(16, 32, 8, 3, 1),
-    (2, 32): AttendConfig(32, 32, 8, 2, 1),
-    (4, 16): AttendConfig(16, 16, 8, 2, 1),
-}
-# (family of capabilities, bytes, rows) → launch parameters, where the one above does not fit
-_EXCEPTIONS: dict[tuple[int, int, int], AttendConfig] = {
-    (90, 2, 16): AttendConfig(16, 64, 8, 2, 1),
+# bytes of an element → launch parameters. Tiles of 64 rows, which wgmma needs, spill on sm_90:
+# accumulators take half of the registers, and descriptors of the queries are kept in most of the
+# others
+_TABLE = {2: AttendConfig(32, 32, 8, 2, 1), 4: AttendConfig(16, 16, 8, 2, 1)}
+# (family of capabilities, bytes) → launch parameters, where the one above does not fit
+_EXCEPTIONS: dict[tuple[int, int], AttendConfig] = {
     # higher tiles spill
-    **{(family, 2, 32): AttendConfig(16, 32, 8, 3, 1) for family in (80, 100)},
+    **{(family, 2): AttendConfig(16, 32, 8, 3, 1) for family in (80, 100)},
     # two key blocks in flight take more than the 99 KiB of shared memory
-    (120, 4, 16): AttendConfig(16, 16, 8, 1, 1),
+    (120, 4): AttendConfig(16, 16, 8, 1, 1),
 }
 
 
-def config(dtype: torch.dtype, rows: int, capability: int) -> AttendConfig:
-    """Launch parameters for sequences of so many packed rows in the mean.
+def config(dtype: torch.dtype, capability: int) -> AttendConfig:
+    """Launch parameters of the kernel for all batches.
 
     Args:
-        rows: tokens × heads.
         capability: 10 · major + minor.
     """
-    size = dtype.itemsize
-    heights = [height for bytes_, height in _TABLE if bytes_ == size]
-    height = next((height for height in heights if height >= rows), heights[-1])
     family = 120 if capability in (86, 89) or capability >= 120 else capability // 10 * 10
-    return _EXCEPTIONS.get((family, size, height), _TABLE[size, height])
+    return _EXCEPTIONS.get((family, dtype.itemsize), _TABLE[dtype.itemsize])
 
 
 def attend_latent(
@@ -120,22 +112,31 @@ def attend_latent(
         return out.zero_().transpose(0, 1)
 
     capability, num_sms = attend.machine(q.device)
-    c = config(q.dtype, call.mean_rows, capability)
+    if (few := attend_latent_few.find(call)) is not None:
+        attend_latent_few.launch(few, call, out, num_sms)
+    else:
+        _launch(call, out, capability, num_sms)
+    return out.transpose(0, 1)
+
+
+def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> None:
+    """Launch the kernel for all batches; `out` [Nt, H, R] is written."""
+    c = config(call.q.dtype, capability)
     tokens = triton.cdiv(call.num_tokens, call.num_seqs)
     work = call.plan(c, num_sms, is_prompt=tokens > _LARGEST_TREE)
     attend_latent_kernel[(work.num_programs,)](
-        q, k_cache, out, *call.parts(work.num_parts, c.block_m, work.num_parts),
-        *call.places, window or NO_WINDOW.value, sink,
+        call.q, call.k_cache, out, *call.parts(work.num_parts, c.block_m, work.num_parts),
+        *call.places, call.window or NO_WINDOW.value, call.sink,
         call.num_tokens, call.num_seqs, call.num_heads, *call.sizes,
         work.num_splits, work.slots, work.waves,
-        *q.stride()[:2], *k_cache.stride()[:2], block_table.stride(0), call.stride_words,
-        **_sizes(q.dtype, rank, call.head_dim - rank, c),
+        *call.q.stride()[:2], *call.k_cache.stride()[:2], call.block_table.stride(0),
+        call.stride_words,
+        **_sizes(call.q.dtype, call.value_dim, call.head_dim - call.value_dim, c),
         PAGE=call.page(c.block_n),
-        IS_TREE=ancestors is not None,
+        IS_TREE=call.ancestors is not None,
         **call.beside,
         **c.options,
     )  # fmt: skip
-    return out.transpose(0, 1)
 
 
 def _sizes(dtype: torch.dtype, rank: int, shared: int, c: AttendConfig) -> dict[str, int]:
@@ -170,8 +171,6 @@ def _check(call: AttendCall) -> None:
     call.check_places()
 
 
-# what engines are built with: latents of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash
-_SHIPPED_SIZES = (512, 64)
 _POINTERS = ("q", "k_cache", "out", "partial", "lse", "arrived", *PLACES)
 _DIVISIBLE_STRIDES = ("stride_qh", "stride_qt", "stride_kb", "stride_ks")
 _INTEGERS = (
@@ -184,16 +183,15 @@ _INTEGERS = (
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
     for dtype in DTYPES:
-        configs = {config(dtype, rows, capability) for rows in (1, 4096)}
-        for c in sorted(configs, key=lambda c: c.block_m):
-            for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
-                for is_tree in (True, False):
-                    yield _shipped_attend(dtype, c, page, is_tree)
+        c = config(dtype, capability)
+        for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
+            for is_tree in (True, False):
+                yield _shipped_attend(dtype, c, page, is_tree)
 
 
 def _shipped_attend(dtype: torch.dtype, c: AttendConfig, page: int, is_tree: bool) -> Shipped:
     name = TYPE_NAMES[dtype]
-    rank, shared = _SHIPPED_SIZES
+    rank, shared = attend_latent_few.SHIPPED_SIZES
     return Shipped(
         f"latent-{name}-r{rank}-rows{c.block_m}-page{page}-{'tree' if is_tree else 'causal'}",
         attend_latent_kernel,

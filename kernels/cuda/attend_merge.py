@@ -184,3 +184,33 @@ def merge_rows(
         b_acc = b_acc * b_shrink[:, None] + tl.sum(b_weight[:, :, None] * b_part, 1)
         b_m = b_m_new
     return b_acc * (1.0 / tl.where(b_l > 0, b_l, 1.0))[:, None]
+
+
+@triton.jit
+def merge_tile(
+    partial, lse, i_part, count, m_row, D: tl.constexpr, BM: tl.constexpr, MERGED: tl.constexpr
+):
+    """A tile [BM, D] of parts i_part, i_part + 1, …, always in their order.
+
+    MERGED are asked for at once. A thread has the same numbers of all of them: their dimension is
+    the first, along which no warps are laid.
+    """
+    o_p, o_m, o_d = tl.arange(0, MERGED), tl.arange(0, BM), tl.arange(0, D)
+    b_m = tl.full([BM], float("-inf"), tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, D], tl.float32)
+    for i in tl.range(0, count, MERGED, num_stages=1):
+        m_part = (i + o_p < count)[:, None] & m_row[None, :]  # [MERGED, BM]
+        o_row = (i_part + i + o_p)[:, None] * BM + o_m[None, :]
+        p_part = partial + o_row[:, :, None] * D + o_d[None, None, :]
+        b_part = tl.load(p_part, mask=m_part[:, :, None], other=0.0)
+        b_lse = tl.load(lse + o_row, mask=m_part, other=float("-inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_lse, 0))
+        # rows that see no key at all: -inf - -inf is NaN
+        b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
+        b_weight = tl.exp2(b_lse - b_base[None, :])
+        b_shrink = tl.exp2(b_m - b_base)
+        b_l = b_l * b_shrink + tl.sum(b_weight, 0)
+        b_acc = b_acc * b_shrink[:, None] + tl.sum(b_weight[:, :, None] * b_part, 0)
+        b_m = b_m_new
+    return b_acc * (1.0 / tl.where(b_l > 0, b_l, 1.0))[:, None]

@@ -40,10 +40,11 @@ from specc.kernels.cuda.experts_kernels import (
     experts_order_kernel,
     experts_sum_kernel,
 )
-from specc.kernels.cuda.experts_operands import check_bias, check_operands, fragments
+from specc.kernels.cuda.experts_operands import NAME, check_bias, check_operands, fragments
+from specc.kernels.cuda.experts_shared import Shared, with_shared
 from specc.kernels.cuda.linear_q_parts import format_of, parts_of, pointers_of, width_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
-from specc.kernels.cuda.strided_rows import FLOATS
+from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
 
 # whose pairs a program looks through by itself, and experts of each
@@ -124,6 +125,8 @@ def experts(
     size: int = 0,
     gate_up_layout: str = "",
     down_layout: str = "",
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     """See `experts_reference`."""
     size = size or (down.shape[-1] if down.dim() else 0)
@@ -132,6 +135,10 @@ def experts(
     hidden = x.shape[1]
     check_bias("gate_up_bias", gate_up_bias, (num_experts, 2 * size), x.dtype)
     check_bias("down_bias", down_bias, (num_experts, hidden), x.dtype)
+    shared = Shared.checked(x, num_experts, size, shared_gate_up, shared_down)
+    is_plain = activation != CLAMPED and not any((*layouts, gate_up_bias is not None))
+    check(is_plain or not shared.count, NAME, "shared experts", "plain floats without biases")
+    num_experts += shared.count
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     num_tokens, top_k = ids.shape
     num_pairs = num_tokens * top_k
@@ -161,6 +168,7 @@ def experts(
             x, *places, levels, inner, num_pairs, num_experts, top_k, size, hidden,
             ACTIVATION=activation,
             bias=gate_up_bias,
+            **shared.argument(shared_gate_up),
             **options,
             **_options(tiles[0], x.dtype, activation, is_few, layouts[0]),
         )  # fmt: skip
@@ -175,6 +183,7 @@ def experts(
     experts_down_kernel[_grid(tiles[1], num_pairs, num_experts, hidden, is_few)](
         inner, *places, levels, found, *of_sum, num_pairs, num_experts, top_k, hidden, size,
         bias=down_bias,
+        **shared.argument(shared_down),
         **options,
         **_options(tiles[1], x.dtype, None, is_few, layouts[1]),
     )  # fmt: skip
@@ -256,6 +265,10 @@ def shipped(capability: int) -> Iterator[Shipped]:
             items.append(_gate_up(dtype, is_few, CLAMPED, has_bias=True))
             for has_bias, kind in itertools.product((False, True), kinds if is_few else (None,)):
                 items.append(_down(dtype, kind, has_bias=has_bias))
+            if dtype == torch.bfloat16:
+                # weights of a router that is one launch; of other types compiled when met
+                items.append(with_shared(_gate_up(dtype, is_few, "silu")))
+                items.append(with_shared(_down(dtype, "fp32" if is_few else None)))
             for name in _names(dtype, is_few):
                 layout = QuantizedLayout.named(name)
                 items.append(_gate_up(dtype, is_few, "silu", layout))
@@ -355,7 +368,7 @@ def _product(
     places = {"ids": "*i64"} if is_few else {"order": "*i32", "counts": "*i32"}
     pointers = {"x": f"*{kind}", **matrices, **places}
     pointers |= {key: value for key, value in given.items() if value is not None}
-    may_be = ("ids", "order", "counts", "scales", "zeros", *given)
+    may_be = ("ids", "order", "counts", "scales", "zeros", "shared", "routed", *given)
     return Shipped(
         name="-".join([kind, label, *([] if layout is None else [layout.name])]),
         kernel=kernel,

@@ -34,7 +34,7 @@ def experts_order_kernel(ids, order, counts, num_pairs, BS: tl.constexpr):
         place += tl.sum(b_own, 0)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "top_k"])
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "top_k", "routed"])
 def experts_gate_up_kernel(
     x,
     ids,
@@ -63,6 +63,8 @@ def experts_gate_up_kernel(
     scales=None,
     zeros=None,
     bias=None,  # [E, rows of a matrix], or none
+    shared=None,  # [2 S · size, K], of the S experts after those of `levels`, or none
+    routed=None,  # experts of `levels`, if there are others
 ):
     wait_alone(IS_DEPENDENT)
     expert, b_pair = _tile(ids, order, counts, num_pairs, num_experts, top_k, BT, BE, BM)
@@ -73,6 +75,13 @@ def experts_gate_up_kernel(
     if ACTIVATION == "clamped":
         # a gate's row, then the one that it is multiplied with
         o_row = tl.interleave(2 * o_in, 2 * o_in + 1)
+    elif shared is not None:
+        # rows of all gates, then those that they are multiplied with
+        is_shared = expert >= routed
+        o_in += tl.where(is_shared, (expert - routed) * size, 0).to(tl.int32)
+        o_row = tl.interleave(o_in, o_in + tl.where(is_shared, num_experts - routed, 1) * size)
+        levels = tl.where(is_shared, shared, levels)
+        expert = tl.where(is_shared, 0, expert)
     else:
         o_row = tl.interleave(o_in, o_in + size)
     o_stored = o_row
@@ -82,7 +91,7 @@ def experts_gate_up_kernel(
         o_stored = tl.interleave(o_gate, o_gate + 16)
     o_token = tl.maximum(b_pair, 0) // top_k
     b_both = _product(
-        x, o_token, b_pair >= 0, levels, scales, zeros, expert, o_stored, 2 * size, K,
+        x, o_token, b_pair >= 0, levels, scales, zeros, expert, o_stored, 2 * size, K, K,
         BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, 2 * BN, BK, PARTS,
     )  # fmt: skip
     let_next_start(IS_DEPENDENT)
@@ -98,7 +107,7 @@ def experts_gate_up_kernel(
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "top_k"])
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "top_k", "routed"])
 def experts_down_kernel(
     x,
     ids,
@@ -129,6 +138,8 @@ def experts_down_kernel(
     scales=None,
     zeros=None,
     bias=None,  # [E, rows of a matrix], or none
+    shared=None,  # [size, S · K], of the S experts after those of `levels`, or none
+    routed=None,  # experts of `levels`, if there are others
 ):
     """Rows of pairs in `found`. Of few tokens the last program of a block of columns adds up."""
     wait_alone(IS_DEPENDENT)
@@ -137,9 +148,16 @@ def experts_down_kernel(
     m_n = o_n < size
     if expert >= 0:
         o_row = tl.minimum(o_n, size - 1)
+        stride = K
+        if shared is not None:
+            # a row has columns of all
+            is_shared = expert >= routed
+            levels = tl.where(is_shared, shared + (expert - routed) * K, levels)
+            stride = tl.where(is_shared, num_experts - routed, 1) * K
+            expert = tl.where(is_shared, 0, expert)
         b_out = _product(
             x, tl.maximum(b_pair, 0), b_pair >= 0, levels, scales, zeros, expert, o_row, size, K,
-            BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, BN, BK, PARTS,
+            stride, BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, BN, BK, PARTS,
         )  # fmt: skip
         if bias is not None:
             b_out += tl.load(bias + expert * size + o_row)[None, :].to(tl.float32)
@@ -157,14 +175,14 @@ def experts_down_kernel(
 
 @triton.jit
 def _product(
-    x, o_x, m_x, levels, scales, zeros, expert, o_row, num_rows, K,
+    x, o_x, m_x, levels, scales, zeros, expert, o_row, num_rows, K, stride,
     BITS: tl.constexpr, IS_FLOAT: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr,
     WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """Rows o_x [BM], where m_x, times rows o_row [BN] of an expert's matrix: [BM, BN] float32.
 
-    Where BITS is 0, `levels` are floats [E, num_rows, K].
+    Where BITS is 0, `levels` are floats [E, num_rows, K], rows `stride` apart.
     """
     o_x = o_x.to(tl.int64)
     if BITS > 0:
@@ -176,7 +194,7 @@ def _product(
     else:
         o_k = tl.arange(0, BK)
         p_x = x + o_x[:, None] * K + o_k[None, :]
-        p_w = levels + (expert * num_rows + o_row)[:, None] * K + o_k[None, :]
+        p_w = levels + (expert * num_rows + o_row)[:, None] * stride + o_k[None, :]
         b_out = tl.zeros([BM, BN], tl.float32)
         for k in range(0, K, BK):
             m_k = o_k[None, :] < K - k  # [1, BK]

@@ -74,28 +74,34 @@ def route(
     groups: int,
     top_groups: int,
     group_best: int,
+    shared: int = 0,
+    shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `route_reference`, which runs for more experts than a program compares."""
     chosen = (scores, top_k, normalize, eps, scale, groups, top_groups, group_best)
     _check(x, weight, bias, correction, scores, top_k, groups, top_groups, group_best)
+    _check_shared(x, shared, shared_gate)
     num_experts = weight.shape[0]
-    if num_experts > BLOCKS_EXPERTS[-1] or top_k > MOST_CHOSEN:
-        return route_reference(x, weight, bias, correction, *chosen)
+    if num_experts > BLOCKS_EXPERTS[-1] or top_k + shared > MOST_CHOSEN:
+        return route_reference(x, weight, bias, correction, *chosen, shared, shared_gate)
     num_rows, width = x.shape
-    ids = x.new_empty(num_rows, top_k, dtype=torch.int64)
-    weights = x.new_empty(num_rows, top_k, dtype=torch.float32)
+    ids = x.new_empty(num_rows, top_k + shared, dtype=torch.int64)
+    weights = x.new_empty(num_rows, top_k + shared, dtype=torch.float32)
+    num_logits = num_experts + (shared_gate is not None)
     if not num_rows:
         return ids, weights
     tile = TILES[x.dtype]
     row_blocks = triton.cdiv(num_rows, tile.block_m)
     steps = triton.cdiv(triton.cdiv(width, tile.block_k), ROUTE_SPLITS)
-    _route_kernel[(triton.cdiv(num_experts, tile.block_n), ROUTE_SPLITS, row_blocks)](
+    _route_kernel[(triton.cdiv(num_logits, tile.block_n), ROUTE_SPLITS, row_blocks)](
         x.contiguous(), weight, bias, correction, ids, weights,
-        x.new_empty(ROUTE_SPLITS, num_rows, num_experts, dtype=torch.float32),
+        x.new_empty(ROUTE_SPLITS, num_rows, num_logits, dtype=torch.float32),
         # launches over one weight run one after another
         counters(weight, row_blocks),
         num_rows, num_experts, width, steps, top_k, int(normalize), eps, scale,
         num_experts // groups, groups if groups > 1 else 0, top_groups, group_best,
+        shared=shared or None,
+        shared_gate=shared_gate,
         SCORES=scores,
         **_constexprs(tile, num_experts),
         **launch_options(x.dtype),
@@ -162,37 +168,63 @@ def _check(
     check(fits, NAME, f"group_best {group_best}", "1 or 2, and no more than a group has")
 
 
+def _check_shared(x: Tensor, shared: int, gate: Tensor | None) -> None:
+    check(shared >= 0, NAME, f"{shared} shared experts", "0 or more")
+    fits = gate is None or (
+        shared > 0
+        and gate.shape == (1, x.shape[1])
+        and gate.dtype == x.dtype
+        and gate.is_contiguous()
+    )
+    found = f"shared_gate {None if gate is None else (gate.dtype, list(gate.shape))}"
+    wanted = f"a contiguous [1, {x.shape[1]}] of {x.dtype}, of shared experts"
+    check(fits, NAME, f"{found} of {shared} shared experts", wanted)
+
+
 def shipped(capability: int) -> Iterator[Shipped]:
     """What routers of models have; the same for all capabilities."""
     for dtype in FLOATS:
-        pointer = f"*{TYPE_NAMES[dtype]}"
-        tile = TILES[dtype]
         for num_experts in BLOCKS_EXPERTS:
-            for scores, more in (
-                ("softmax", {}),
-                ("chosen", {}),
-                # gpt-oss, DeepSeek V3
-                ("chosen", {"bias": pointer}),
-                ("sigmoid", {"correction": "*fp32"}),
-            ):
-                given = {"x": pointer, "weight": pointer} | more
-                given |= {"ids": "*i64", "weights": "*fp32", "partial": "*fp32", "arrived": "*i32"}
-                absent = [name for name in ("bias", "correction") if name not in more]
-                item = Shipped(
-                    name="-".join([pointer[1:], scores, *more, f"e{num_experts}"]),
-                    kernel=_route_kernel,
-                    signature=given
-                    | dict.fromkeys(_INTEGERS, "i32")
-                    | {"K": "i32", "eps": "fp32", "scale": "fp32"},
-                    constexprs=dict.fromkeys(absent)
-                    | {"SCORES": scores}
-                    | _constexprs(tile, num_experts),
-                    num_warps=_WARPS,
-                    num_stages=tile.num_stages,
-                    divisible=(*given, "K"),
-                    max_registers=MOST_REGISTERS,
+            for scores, more in (*_KINDS, *(_SHARED if dtype == torch.bfloat16 else ())):
+                yield from with_dependent(
+                    _shipped(dtype, num_experts, scores, more), capability, dtype
                 )
-                yield from with_dependent(item, capability, dtype)
+
+
+# scores, and what else is given; gpt-oss has a bias, DeepSeek V3 a correction
+_KINDS = (
+    ("softmax", ()),
+    ("chosen", ()),
+    ("chosen", ("bias",)),
+    ("sigmoid", ("correction",)),
+)
+# with experts that every row takes: DeepSeek V2 and V3, Qwen2-MoE; of other types compiled when met
+_SHARED = (
+    ("softmax", ("shared",)),
+    ("sigmoid", ("correction", "shared")),
+    ("softmax", ("shared", "shared_gate")),
+)
+
+
+def _shipped(dtype: torch.dtype, num_experts: int, scores: str, more: tuple[str, ...]) -> Shipped:
+    pointer, tile = f"*{TYPE_NAMES[dtype]}", TILES[dtype]
+    types = {"bias": pointer, "correction": "*fp32", "shared": "i32", "shared_gate": pointer}
+    given = {"x": pointer, "weight": pointer} | {name: types[name] for name in more}
+    given |= {"ids": "*i64", "weights": "*fp32", "partial": "*fp32", "arrived": "*i32"}
+    return Shipped(
+        name="-".join([pointer[1:], scores, *more, f"e{num_experts}"]),
+        kernel=_route_kernel,
+        signature=given
+        | dict.fromkeys(_INTEGERS, "i32")
+        | {"K": "i32", "eps": "fp32", "scale": "fp32"},
+        constexprs={name: None for name in types if name not in more}
+        | {"SCORES": scores}
+        | _constexprs(tile, num_experts),
+        num_warps=_WARPS,
+        num_stages=tile.num_stages,
+        divisible=(*(name for name in given if name != "shared"), "K"),
+        max_registers=MOST_REGISTERS,
+    )
 
 
 _INTEGERS = (
@@ -253,7 +285,7 @@ def _softmax(b_x, m_x):
     return b_x / tl.sum(b_x, 1)[:, None]
 
 
-@triton.jit(do_not_specialize=_INTEGERS)
+@triton.jit(do_not_specialize=[*_INTEGERS, "shared"])
 def _route_kernel(
     x,
     weight,
@@ -283,6 +315,8 @@ def _route_kernel(
     BT: tl.constexpr,
     BR: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
+    shared=None,  # experts that every row takes after its best ones, or none
+    shared_gate=None,  # [K], of their weight, or none
 ):
     i_n, i_k, i_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(1)
@@ -293,6 +327,11 @@ def _route_kernel(
     p_x = x + o_m[:, None] * K + o_k[None, :]
     o_w = tl.minimum(o_n, num_experts - 1)
     p_w = weight + o_w.to(tl.int64)[:, None] * K + o_k[None, :]
+    num_logits = num_experts
+    if shared_gate is not None:
+        # a row after those of experts
+        num_logits += 1
+        p_w = tl.where((o_n < num_experts)[:, None], p_w, shared_gate + o_k[None, :])
     b_t = tl.zeros([BN, BM], tl.float32)
     begin = i_k * steps * BK
     ask_part_and_wait(weight, o_w, begin, K, IS_DEPENDENT)
@@ -302,9 +341,9 @@ def _route_kernel(
         b_w = tl.load(p_w + k, mask=m_k, other=0.0)  # [BN, BK]
         b_t = tl.dot(b_w, tl.trans(b_x), b_t, input_precision="ieee")
     let_next_start(IS_DEPENDENT)
-    part = num_rows.to(tl.int64) * num_experts
-    o_logit = o_m[:, None] * num_experts + o_n[None, :]
-    tl.store(partial + i_k * part + o_logit, tl.trans(b_t), mask=m_m & (o_n < num_experts)[None, :])
+    part = num_rows.to(tl.int64) * num_logits
+    o_logit = o_m[:, None] * num_logits + o_n[None, :]
+    tl.store(partial + i_k * part + o_logit, tl.trans(b_t), mask=m_m & (o_n < num_logits)[None, :])
     if not is_last(arrived + i_m, tl.num_programs(0) * splits):
         return
     o_e, o_t = tl.arange(0, BE), tl.arange(0, BT)
@@ -312,7 +351,7 @@ def _route_kernel(
     for r in range(0, BM, BR):
         o_r = i_m.to(tl.int64) * BM + r + tl.arange(0, BR)
         m_r = (o_r < num_rows)[:, None]
-        p_logit = partial + o_r[:, None] * num_experts + o_e[None, :]
+        p_logit = partial + o_r[:, None] * num_logits + o_e[None, :]
         b_score = tl.zeros([BR, BE], tl.float32)
         for i in range(splits):
             b_score += tl.load(p_logit + i * part, mask=m_r & m_e, other=0.0)
@@ -344,6 +383,22 @@ def _route_kernel(
             b_weight = _softmax(b_weight, m_t)
         if normalize != 0:
             b_weight /= (tl.sum(tl.where(m_t, b_weight, 0.0), 1) + eps)[:, None]
-        o_out = o_r[:, None] * top_k + o_t[None, :]
-        tl.store(ids + o_out, b_id.to(tl.int64), mask=m_r & m_t)
-        tl.store(weights + o_out, b_weight * scale, mask=m_r & m_t)
+        b_weight *= scale
+        count = top_k
+        m_out = m_t
+        if shared is not None:
+            # after the chosen experts those that every row takes
+            b_gate = tl.full([BR], 1.0, tl.float32)
+            if shared_gate is not None:
+                p_gate = partial + o_r * num_logits + num_experts
+                b_gate = tl.zeros([BR], tl.float32)
+                for k in range(splits):
+                    b_gate += tl.load(p_gate + k * part, mask=o_r < num_rows, other=0.0)
+                b_gate = 1.0 / (1.0 + tl.exp(-b_gate))
+            b_id = tl.where(m_t, b_id, num_experts - top_k + o_t[None, :])
+            b_weight = tl.where(m_t, b_weight, b_gate[:, None])
+            count = top_k + shared
+            m_out = (o_t < count)[None, :]
+        o_out = o_r[:, None] * count + o_t[None, :]
+        tl.store(ids + o_out, b_id.to(tl.int64), mask=m_r & m_out)
+        tl.store(weights + o_out, b_weight, mask=m_r & m_out)

@@ -21,25 +21,32 @@ def _route_fake(
     correction: Tensor | None,
     scores: str,
     top_k: int,
-    *args: object,
+    normalize: bool,
+    eps: float,
+    scale: float,
+    groups: int,
+    top_groups: int,
+    group_best: int,
+    shared: int = 0,
+    shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape[0], top_k, dtype=torch.int64),
-        x.new_empty(x.shape[0], top_k, dtype=torch.float32),
-    )
+    shape = x.shape[0], top_k + shared
+    return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32)
 
 
 ROUTE = Operator(
     "route(Tensor x, Tensor weight, Tensor? bias, Tensor? correction, str scores, int top_k,"
-    " bool normalize, float eps, float scale, int groups, int top_groups, int group_best)"
-    " -> (Tensor ids, Tensor weights)",
+    " bool normalize, float eps, float scale, int groups, int top_groups, int group_best,"
+    " int shared=0, Tensor? shared_gate=None) -> (Tensor ids, Tensor weights)",
     reference=routing.route_reference,
     fake=_route_fake,
-    tokens=OfRows(("x",), parameters=("weight", "bias", "correction")),
+    tokens=OfRows(("x",), parameters=("weight", "bias", "correction", "shared_gate")),
     cut=_FUSED,
-    flops=lambda x, weight, **_: 2 * count(x.shape) * weight.shape[0],
+    flops=lambda x, weight, shared_gate=None, **_: (
+        2 * count(x.shape) * (weight.shape[0] + (shared_gate is not None))
+    ),
     scratch=lambda limits, x, weight, **_: (
-        _FLOAT_BYTES * ROUTE_SPLITS * int(weight.shape[0]) * x.shape[0]
+        _FLOAT_BYTES * ROUTE_SPLITS * (int(weight.shape[0]) + 1) * x.shape[0]
     ),
     reads=Reads(whole="weight"),
     cuda="route:route",
@@ -71,13 +78,17 @@ def _experts_scratch(
 EXPERTS = Operator(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, str activation,"
     " Tensor? gate_up_bias=None, Tensor? down_bias=None, int size=0, str gate_up_layout='',"
-    " str down_layout='') -> Tensor",
+    " str down_layout='', Tensor? shared_gate_up=None, Tensor? shared_down=None) -> Tensor",
     reference=products.experts_reference,
     fake=_experts_fake,
-    tokens=OfRows(("x",), ("ids", "weights"), ("gate_up", "down", "gate_up_bias", "down_bias")),
+    tokens=OfRows(
+        ("x",),
+        ("ids", "weights"),
+        ("gate_up", "down", "gate_up_bias", "down_bias", "shared_gate_up", "shared_down"),
+    ),
     cut=_FUSED,
     flops=_experts_flops,
     scratch=_experts_scratch,
-    reads=Reads(experts="ids"),
+    reads=Reads(experts="ids", shared=("shared_gate_up", "shared_down")),
     cuda="experts:experts",
 )

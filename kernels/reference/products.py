@@ -275,6 +275,8 @@ def experts_reference(
     size: int = 0,
     gate_up_layout: str = "",
     down_layout: str = "",
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     """Add up what the chosen experts make of each token, each with its weight.
 
@@ -293,6 +295,9 @@ def experts_reference(
         gate_up_layout: name of a layout (`specc.artifact.quantized_layout`) that `gate_up` has,
             uint8 [blocks, bytes]; empty of floats. Rows stay floats.
         down_layout: likewise.
+        shared_gate_up: [2 S I, H] in the dtype of x, of S more experts E, E + 1, …: rows of all
+            their gates, then those that these multiply. Or None.
+        shared_down: [H, S I], likewise.
     Returns:
         [N, H] in the dtype of x. Products and sums are in float32; rounded are what the second
         product reads, which has the dtype of its weights, and the result.
@@ -303,6 +308,10 @@ def experts_reference(
         gate_up = _unpacked(gate_up, (2 * size, hidden), gate_up_layout)
     if down_layout:
         down = _unpacked(down, (hidden, size), down_layout)
+    if shared_gate_up is not None and shared_down is not None:
+        own = shared_gate_up.unflatten(0, (2, -1, down.shape[2])).transpose(0, 1).flatten(1, 2)
+        gate_up = torch.cat([gate_up, own])
+        down = torch.cat([down, shared_down.unflatten(1, (len(own), -1)).transpose(0, 1)])
     flat = ids.reshape(-1)
     found = x.new_zeros(flat.shape[0], down.shape[1], dtype=torch.float32)
     for expert in range(gate_up.shape[0]):

@@ -24,6 +24,8 @@ def route_reference(
     groups: int,
     top_groups: int,
     group_best: int,
+    shared: int = 0,
+    shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token.
 
@@ -40,10 +42,13 @@ def route_reference(
         groups: that experts are divided into, E / groups side by side; 1 for none.
         top_groups: groups whose experts a token may take, those with the largest sums.
         group_best: experts whose scores add up to that of their group, the best ones.
+        shared: experts E, E + 1, … that every token takes after those.
+        shared_gate: [1, H] in the dtype of x, with which their weight is sigmoid(x · gate); without
+            it is 1.
     Returns:
-        [N, top_k] int64 experts, the best first, and the lower one first where two are equal; NaN
-        is better than all. And [N, top_k] float32 weights. Everything is computed in float32, and
-        logits are not rounded to the dtype of x.
+        [N, top_k + shared] int64 experts, the best first, and the lower one first where two are
+        equal; NaN is better than all. And as many float32 weights. Everything is computed in
+        float32, and logits are not rounded to the dtype of x.
     Source: mixtures of experts as of Mixtral, arXiv:2401.04088 §2.1; groups, DeepSeek-V2,
         arXiv:2405.04434 §2.2.2; correction, DeepSeek-V3, arXiv:2412.19437 §2.1.2.
     """
@@ -65,7 +70,15 @@ def route_reference(
         weights = weights.softmax(dim=-1)
     if normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + eps)
-    return ids, weights * scale
+    weights = weights * scale
+    if shared:
+        every = torch.arange(shared, device=ids.device) + weight.shape[0]
+        gate = torch.ones_like(weights[:, :1])
+        if shared_gate is not None:
+            gate = functional.linear(x.float(), shared_gate.float()).sigmoid()
+        ids = torch.cat([ids, every.expand(len(ids), shared)], 1)
+        weights = torch.cat([weights, gate.expand(-1, shared)], 1)
+    return ids, weights
 
 
 def _best(values: Tensor, count: int) -> Tensor:

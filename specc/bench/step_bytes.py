@@ -374,8 +374,9 @@ def _reads(node: fx.Node) -> Reads:
 
 
 def _operand(node: fx.Node, name: str) -> Any:
+    """What is given for an argument; None for nothing."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return node.args[names.index(name)]
+    return dict(zip(names, node.args, strict=False)).get(name)
 
 
 def _matrix_shape(item: Mapping[str, Any]) -> Sequence[int]:
@@ -393,8 +394,10 @@ def _chosen_experts(weight: fx.Node) -> int:
     users = list(weight.users)
     if len(users) == 1 and users[0].target is torch.ops.aten.transpose.int:
         users = list(users[0].users)
-    chosen = _reads(users[0]).experts if len(users) == 1 else None
-    if chosen is None:
+    reads = _reads(users[0]) if len(users) == 1 else Reads()
+    if (chosen := reads.experts) is None:
+        return 0
+    if any(_operand(users[0], name) is weight for name in reads.shared):
         return 0
     found: list[Any] = [_operand(users[0], chosen)]
     seen: set[fx.Node] = set()

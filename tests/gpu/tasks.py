@@ -47,15 +47,15 @@ SANITIZED = (
 )  # fmt: skip
 # of command E: what no GPU has run, or not since it changed
 NEW_KERNELS = (
-    "attend", "attend_few", "attend_latent", "attend_wide", "route", "experts",
-    "experts_fragments", "linear_q", "linear_q_fragments", "add_norm_fragments",
+    "attend", "attend_few", "attend_latent", "attend_latent_few", "attend_wide", "route",
+    "experts", "experts_fragments", "linear_q", "linear_q_fragments", "add_norm_fragments",
     "add_norm_rope_fragments", "write_kv", "rope_write_latent", "invariant_attend",
     "invariant_linear",
 )  # fmt: skip
 NEW_SANITIZED = (
-    "attend_few", "attend_latent", "route", "experts", "experts_fragments", "linear_q",
-    "linear_q_fragments", "add_norm_fragments", "add_norm_rope_fragments", "invariant_attend",
-    "invariant_linear",
+    "attend_few", "attend_latent", "attend_latent_few", "route", "experts", "experts_fragments",
+    "linear_q", "linear_q_fragments", "add_norm_fragments", "add_norm_rope_fragments",
+    "invariant_attend", "invariant_linear",
 )  # fmt: skip
 # steps of commands D and E
 DENSE = (

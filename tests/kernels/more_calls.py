@@ -165,7 +165,7 @@ def _invariant_attend(rng: random.Random) -> Arguments:
 
 def _route(rng: random.Random) -> Arguments:
     dtype, tokens, num, width = rng.choice(DTYPES), rng.choice((0, 1, 5)), 8, 6
-    groups = rng.choice((1, 2, 4))
+    groups, shared = rng.choice((1, 2, 4)), rng.choice((0, 1, 2))
     return {
         "x": _floats(dtype, tokens, width),
         "weight": _floats(dtype, num, width),
@@ -179,20 +179,26 @@ def _route(rng: random.Random) -> Arguments:
         "groups": groups,
         "top_groups": rng.choice((groups, max(1, groups - 1))),
         "group_best": rng.choice((1, 2)),
+        "shared": shared,
+        "shared_gate": rng.choice((None, _floats(dtype, 1, width))) if shared else None,
     }
 
 
 def _experts(rng: random.Random) -> Arguments:
     dtype, tokens, num, width, inner = rng.choice(DTYPES), rng.choice((0, 1, 5)), 3, 8, 5
+    shared = rng.choice((0, 1, 2))
+    activation = rng.choice((*ACTIVATIONS, *([] if shared else ["clamped"])))
     return {
         "x": _floats(dtype, tokens, width),
-        "ids": torch.randint(0, num, (tokens, 2)),
+        "ids": torch.randint(0, num + shared, (tokens, 2)),
         "weights": torch.rand(tokens, 2),
         "gate_up": _floats(dtype, num, 2 * inner, width),
         "down": _floats(dtype, num, width, inner),
-        "activation": rng.choice((*ACTIVATIONS, "clamped")),
-        "gate_up_bias": rng.choice((None, _floats(dtype, num, 2 * inner))),
-        "down_bias": rng.choice((None, _floats(dtype, num, width))),
+        "activation": activation,
+        "gate_up_bias": None if shared else rng.choice((None, _floats(dtype, num, 2 * inner))),
+        "down_bias": None if shared else rng.choice((None, _floats(dtype, num, width))),
+        "shared_gate_up": _floats(dtype, 2 * shared * inner, width) if shared else None,
+        "shared_down": _floats(dtype, width, shared * inner) if shared else None,
     }
 
 

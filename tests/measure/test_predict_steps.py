@@ -15,6 +15,7 @@ from tests.measure.predict_steps import (
     ORDINARY,
     TODAY,
     Form,
+    latent_few_s,
     node_seconds,
     step_ms,
 )
@@ -88,4 +89,13 @@ def test_mixtures_take_their_launches_bytes_and_attention() -> None:
     ]
     launches = 2e-3 + (ORDINARY + 2 * DEPENDENT) * 1e3 + 4.7e-3 + 3.1e-3
     assert step_ms(nodes, {}, {}) == pytest.approx(launches + 27.5e-3)
-    assert step_ms(nodes, {}, {}, latent_s=9e-6) == pytest.approx(launches + 9e-3)
+    nodes[4] = replace(nodes[4], name="attend_latent_few_kernel")
+    assert step_ms(nodes, {}, {}) == pytest.approx(launches + 1e3 * latent_few_s())
+
+
+def test_attention_over_latents_waits_for_more_than_that_over_heads() -> None:
+    """156,672 bytes of keys, queries and parts, 12 products, and two reads in series."""
+    more = (73_728 - 32_768) + (18_432 - 1_024) + (131_072 - 32_768)
+    seconds = 7.0e-6 + more / 112.32e9 + 12 * 33 / 1.755e9 + 0.6e-6
+    assert latent_few_s() == pytest.approx(seconds)
+    assert 9.0e-6 < latent_few_s() < 9.5e-6

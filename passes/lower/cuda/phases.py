@@ -26,6 +26,7 @@ from specc.passes.rewrite.fuse_rms_norm import FuseAddRMSNorm, FuseRMSNorm
 from specc.passes.rewrite.fuse_rope_write import FuseRopeWrite, SplitTreeAttention
 from specc.passes.rewrite.fuse_router import FuseRouter
 from specc.passes.rewrite.fuse_swiglu import FuseSwiGLU
+from specc.passes.rewrite.join_shared_experts import JoinSharedExperts
 from specc.passes.rewrite.pair_fragments import PairFragments
 from specc.passes.rewrite.read_weight_views import ReadWeightViews
 from specc.passes.rewrite.tabulate_rotary import TabulateRotary
@@ -53,7 +54,7 @@ def cuda_phases(num_positions: int, pass_tokens: int | None = None) -> Phases:
         ("latents", (FuseLatentDown,)),
         ("norms", (FuseRMSNorm, FuseAddRMSNorm)),
         ("gates", (FuseSwiGLU,)),
-        ("mixtures", (FuseExperts, FuseRouter)),
+        ("mixtures", (FuseExperts, FuseRouter, JoinSharedExperts)),
         # from here on operators communicate through the caches, in the order of the graph
         (
             "caches",

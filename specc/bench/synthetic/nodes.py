@@ -339,8 +339,11 @@ def _named(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share_of(
-    x: Tensor, ids: Tensor, gate_up: Tensor, size: int = 0, gate_up_layout: str = "", **_: Any
-) -> float:
-    """Share of experts that tokens choose if each chooses others."""
+    x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, size: int = 0,
+    gate_up_layout: str = "", shared_down: Tensor | None = None, **_: Any,
+) -> float:  # fmt: skip
+    """Share of experts that tokens choose if each chooses others; those of all lie beside them."""
     layout = QuantizedLayout.named(gate_up_layout) if gate_up_layout else None
-    return min(1, ids.numel() / num_matrices(gate_up, (2 * size, x.shape[1]), layout))
+    of_all = 0 if shared_down is None else shared_down.shape[1] // down.shape[2]
+    chosen = len(ids) * (ids.shape[1] - of_all)
+    return min(1, chosen / num_matrices(gate_up, (2 * size, x.shape[1]), layout))

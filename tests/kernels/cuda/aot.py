@@ -35,7 +35,8 @@ MODULES = (
     "tree_conv", "tree_recurrence", "act_and_mul", "rms_norm", "rope_write",
     "rope_write_latent",
     "accept_winners", "tree_expand", "merge", "trees", "lookup",
-    "attend_few", "attend_wide", "attend", "attend_latent", "invariant_attend",
+    "attend_few", "attend_wide", "attend", "attend_latent", "attend_latent_few",
+    "invariant_attend",
     "add_norm_linear", "add_norm_gate_up", "add_norm_rope_write",
     "add_norm_head", "embed_norm_rope_write", "route", "experts", "linear_q",
     "experts_fragments", "linear_q_fragments", "add_norm_fragments", "add_norm_rope_fragments",
@@ -43,7 +44,7 @@ MODULES = (
     "tree_context", "row_filters", "node_best", "node_winners", "accept_walk", "child_keys",
 )  # fmt: skip
 CAPABILITIES = (80, 90, 100, 120)
-ATTENTION = ("attend", "attend_few", "attend_wide", "attend_latent")
+ATTENTION = ("attend", "attend_few", "attend_wide", "attend_latent", "attend_latent_few")
 # what calls of attention may have, and configurations ship without
 BESIDE = ("sinks", "softcap")
 # files with kernels over caches that may be quantized, and the types of these

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from specc.artifact.kv_rows import SCALE_BYTES
-from specc.kernels.cuda import attend, attend_few, attend_latent, attend_wide, invariant_attend
+from specc.kernels.cuda import (
+    attend,
+    attend_few,
+    attend_latent,
+    attend_latent_few,
+    attend_wide,
+    invariant_attend,
+)
 from tests.kernels.cuda.meta_tensors import FLOATS, I32, I64, heads, meta
 
 
@@ -99,13 +106,22 @@ def _attend(
 
 
 def _attend_latent_calls() -> Iterator[Any]:
-    # few heads, and those of DeepSeek V3; one token and a chunk of a prompt
+    # a chunk of a prompt
     for dtype in FLOATS:
-        for num_heads, num_tokens in ((16, 1), (128, 1), (16, 512)):
-            for pages in ((1, 4096), (256, 16)):
-                for is_tree in (True, False):
-                    for splits in (1, 5):
-                        yield _attend_latent(dtype, num_heads, num_tokens, pages, is_tree, splits)
+        yield from _latents(dtype, 16, 512)
+
+
+def _attend_latent_few_calls() -> Iterator[Any]:
+    # few heads, and those of DeepSeek V3
+    for num_heads in (16, 128):
+        yield from _latents(attend_latent_few.DTYPE, num_heads, 1)
+
+
+def _latents(dtype: torch.dtype, num_heads: int, num_tokens: int) -> Iterator[Any]:
+    for pages in ((1, 4096), (256, 16)):
+        for is_tree in (True, False):
+            for splits in (1, 5):
+                yield _attend_latent(dtype, num_heads, num_tokens, pages, is_tree, splits)
 
 
 def _attend_latent(
@@ -133,6 +149,7 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "attend": attend_calls,
     "attend_few": attend_few_calls,
     "attend_latent": _attend_latent_calls,
+    "attend_latent_few": _attend_latent_few_calls,
     "attend_wide": _attend_wide_calls,
     "invariant_attend": _invariant_attend_calls,
 }

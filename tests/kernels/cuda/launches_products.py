@@ -123,6 +123,12 @@ def _experts_calls() -> Iterator[Any]:
                 for kind in {dtype, torch.float32}:
                     weights = meta(num_tokens, 8, dtype=kind)
                     yield experts.experts(x, ids, weights, *stacks, activation)
+            if dtype == torch.bfloat16:
+                # DeepSeek V2 Lite, with two that every token takes
+                shared = meta(4 * 768, 2048, dtype=dtype), meta(2048, 2 * 768, dtype=dtype)
+                weights = meta(num_tokens, 8, dtype=torch.float32)
+                places = None, None, 0, "", ""
+                yield experts.experts(x, ids, weights, *stacks, "silu", *places, *shared)
             biases = [meta(*stack.shape[:2], dtype=dtype) for stack in stacks]
             for kind in {dtype, torch.float32}:
                 weights = meta(num_tokens, 8, dtype=kind)
@@ -174,6 +180,11 @@ def _route_calls() -> Iterator[Any]:
                 yield route.route(x, weight, item, None, "chosen", 4, False, 0.0, 1.0, 1, 1, 1)
             more = ("sigmoid", 8, True, 1e-20, 2.5, 8, 4, 2)
             yield route.route(x, weight, None, correction, *more)
+            if dtype == torch.bfloat16:
+                yield route.route(x, weight, None, correction, *more, 1)
+                for gate in (None, meta(1, 2048, dtype=dtype)):
+                    how = ("softmax", 4, False, 0.0, 1.0, 1, 1, 1, 4, gate)
+                    yield route.route(x, weight, None, None, *how)
 
 
 def _linear_q_calls() -> Iterator[Any]:

@@ -62,7 +62,7 @@ CASES = {
     "dead-window": Case(((5, 90),), heads=(4, 1), sizes=(24, 16), dead=(1,), window=20),
     "dead-batch": Case(((2, 7), (1, 3)), heads=(4, 1), sizes=(24, 16), dead=(0, 1, 2), splits=2),
     # DeepSeek's latent, one of two halves that are not full, and one that no power of two is
-    "deepseek": Case(((2, 70),), True, BF16, (8, 1), (576, 512), splits=2),
+    "deepseek": Case(((2, 140), (1, 40)), True, BF16, (8, 1), (576, 512), splits=2),
     "deepseek-16-heads": Case(((3, 40), (1, 90)), True, F16, (16, 1), (576, 512), splits=None),
     "deepseek-fp32": Case(((2, 20),), True, heads=(2, 1), sizes=(576, 512)),
     "two-halves": Case(((3, 200),), True, BF16, (4, 1), (328, 296), splits=2),
@@ -141,16 +141,6 @@ def test_attend_latent(name: str, device: torch.device) -> None:
     check_attend_latent(RUN[name], device)
 
 
-def test_tiles_of_every_height_are_run() -> None:
-    heights = set()
-    for case in CASES.values():
-        tokens = sum(count for count, _ in case.seqs) + case.tail
-        rows = -(-tokens // len(case.seqs)) * case.heads[0]
-        heights.add((case.dtype, attend_latent.config(case.dtype, rows, 90).block_m))
-    half = {(dtype, height) for dtype in (F16, BF16) for height in (16, 32)}
-    assert heights == half | {(torch.float32, 16)}
-
-
 def test_bad_data_stays_inside(device: torch.device) -> None:
     """`attend_latent` over broken lengths and blocks."""
     check_bad_call(make_latent_call(replace(BAD_CASE, sizes=(24, 16)), device), run)
@@ -204,7 +194,7 @@ def test_even_sequences_need_no_starts(name: str, device: torch.device) -> None:
         (4096, None, False, 2 * 132 + 8),
         (2048, None, False, 132 + 8),
         # tokens spread in any way have a tile more in each sequence
-        (4096, 1, False, 32),
+        (4096, 1, False, 24),
         (4096, 1, True, 16),
     ],
 )
@@ -307,9 +297,7 @@ def test_operators_say_so() -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_size_has_a_configuration(capability: int) -> None:
     for dtype in (BF16, F16, torch.float32):
-        for rows in (1, 16, 17, 32, 5000):
-            found = attend_latent.config(dtype, rows, capability)
-            # a step takes 64 bits of a row's words
-            assert found.block_n in (16, 32, 64)
+        # a step takes 64 bits of a row's words
+        assert attend_latent.config(dtype, capability).block_n in (16, 32, 64)
     names = [s.name for s in attend_latent.shipped(capability)]
     assert len(names) == len(set(names)) >= 10

@@ -62,7 +62,7 @@ SAMPLED_ODD = (
 
 ATTENTION = (
     "attend_kernel", "attend_few_kernel", "attend_wide_kernel", "attend_latent_kernel",
-    "invariant_attend_kernel",
+    "attend_latent_few_kernel", "invariant_attend_kernel",
 )  # fmt: skip
 # products of half precision besides attention
 PRODUCTS = (
@@ -184,7 +184,12 @@ def test_every_file_with_kernels_is_compiled() -> None:
     assert found == set(aot.MODULES)
     jitted = {
         f"{module}.{name}"
-        for module in (*aot.MODULES, "attend_kernels", "attend_latent_kernels")
+        for module in (
+            *aot.MODULES,
+            "attend_kernels",
+            "attend_latent_kernels",
+            "attend_latent_few_kernels",
+        )
         for name, value in vars(importlib.import_module(f"specc.kernels.cuda.{module}")).items()
         if name.endswith("_kernel") and hasattr(value, "arg_names")
     }

@@ -57,7 +57,8 @@ WITH_SINKS = (
     "sm_90/attend/attend-bf16-d64-rows16-page16-tree",
     "sm_90/attend_few/bf16-d64-rows16-page16-tree",
     "sm_90/attend_wide/bf16-d128-rows128-page16-tree",
-    "sm_90/attend_latent/latent-bf16-r512-rows16-page16-tree",
+    "sm_90/attend_latent/latent-bf16-r512-rows32-page16-tree",
+    "sm_90/attend_latent_few/bf16-r512-values1-page16-tree",
     "sm_80/attend/attend-bf16-d256-rows32-page16-tree",
     "sm_120/attend/attend-bf16-d64-rows16-page16-tree",
 )

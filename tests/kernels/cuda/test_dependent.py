@@ -217,7 +217,7 @@ def test_what_ships(capability: int) -> None:
     products |= {"skinny_linear", "linear_q_fragments", "experts", "experts_fragments", "route"}
     products |= {"rms_norm", "rope_write", "rope_write_latent"}
     ends = {"accept_walk", "rows", "trees", "leave_step"}
-    attends = {"attend", *(["attend_few"] if capability == 90 else [])}
+    attends = {"attend", "attend_latent_few", *(["attend_few"] if capability == 90 else [])}
     assert has == (products | attends | ends if capability >= 90 else set())
     for item in (item for own in items.values() for item in own):
         assert item.constexprs.get("IS_DEPENDENT", False) == item.is_dependent

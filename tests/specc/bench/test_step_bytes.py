@@ -154,15 +154,21 @@ def mixture(groups: int, experts: int) -> dict:
     return {"inputs": inputs, "graph": graph_to_json(graph)}
 
 
-def routed_mixture(experts: int) -> dict:
-    """Likewise, chosen by one operator of 2 groups."""
+def routed_mixture(experts: int, *, has_shared: bool = False) -> dict:
+    """Likewise, chosen by one operator of 2 groups; beside them one that all tokens take."""
     graph = fx.Graph()
     x, router, stack = (graph.placeholder(name) for name in ("x", "router", "stack"))
-    how = ("softmax", experts, False, 0.0, 1.0, 4, 2, 1)
+    shapes = {"router": [8, 4], "stack": [8, 4, 4]}
+    more: tuple = ()
+    if has_shared:
+        shapes |= {"gate_up": [8, 4], "down": [4, 4]}
+        beside = (graph.placeholder(name) for name in ("gate_up", "down"))
+        more = (None, None, 0, "", "", *beside)
+    how = ("softmax", experts, False, 0.0, 1.0, 4, 2, 1, int(has_shared))
     found = graph.call_function(ops.route, (x, router, None, None, *how))
     ids, weights = (graph.call_function(operator.getitem, (found, i)) for i in range(2))
-    graph.output(graph.call_function(ops.experts, (x, ids, weights, stack, stack, "silu")))
-    shapes = {"router": [8, 4], "stack": [8, 4, 4]}
+    operands = (x, ids, weights, stack, stack, "silu", *more)
+    graph.output(graph.call_function(ops.experts, operands))
     inputs: list[dict] = [{"name": "x", "kind": "input"}]
     inputs += [
         {"name": name, "kind": "weight", "key": name, "dtype": "float32", "shape": shape}
@@ -196,6 +202,9 @@ def test_experts_that_are_chosen_last_are_read():
         assert model_bytes(mixture(3, 2), tokens).weights == stack * share
         routed = model_bytes(routed_mixture(2), tokens).weights
         assert routed == stack * share + 8 * 4 * 4
+        # what all tokens take is read whole
+        shared = model_bytes(routed_mixture(2, has_shared=True), tokens).weights
+        assert shared == routed + (8 * 4 + 4 * 4) * 4
         assert model_bytes(program(is_tied=False), tokens).weights == 160
 
 

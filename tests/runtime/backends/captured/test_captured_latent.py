@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specc.artifact.directory import read_manifest
 from specc.config import CompileConfig
+from specc.kernels.cuda import attend_latent_few
 from specc.runtime.backends.capture_limits import CaptureLimits
 from specc.runtime.backends.captured.captures import CaptureWarning
 from specc.runtime.engine import Engine
@@ -23,7 +25,12 @@ from tests.runtime.backends.captured.simulated_device import SimulatedDevice
 # the last is longer than a window, and comes in chunks
 PROMPTS = [[5, 6, 7, 8], [*range(3, 23)]]
 NUM_TOKENS = 4
-WIDTHS = {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 20}
+WIDTHS: dict[str, Any] = {
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "kv_lora_rank": 20,
+}
 RANK, SHARED, LAYERS = 20, 8, 1
 PLANS = (
     SpecPlan.from_widths((2, 1)),
@@ -60,8 +67,18 @@ def generate(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params)]
 
 
-def check_captured(path: Path, plan: str, wanted: list[list[int]], device: SimulatedDevice) -> None:
-    """Replay with the interpreted kernels, on a cache whose other rows are no zeros."""
+def check_captured(
+    path: Path,
+    plan: str,
+    wanted: list[list[int]],
+    device: SimulatedDevice,
+    kernel: str = "attend_latent_kernel",
+) -> set[str]:
+    """Replay with the interpreted kernels, on a cache whose other rows are no zeros.
+
+    Returns:
+        names of the kernels.
+    """
     from tests.kernels.cuda.races import watched
 
     limits = CaptureLimits(sizes=(2,), max_seconds=0)
@@ -72,11 +89,12 @@ def check_captured(path: Path, plan: str, wanted: list[list[int]], device: Simul
                 slab.normal_(0.0, 30.0)
         assert generate(LLM(engine, plan=plan)) == wanted
     names = {launch.name for launch in launches}
-    assert {"attend_latent_kernel", "_rope_write_latent_kernel"} <= names
+    assert {kernel, "_rope_write_latent_kernel"} <= names
     # no cache of values is written, and no head has one of its own
     assert not {"attend_kernel", "attend_few_kernel", "_write_kv_kernel"} & names
     assert "commit_kv_kernel" in names
     assert device.tapes
+    return names
 
 
 @pytest.mark.slow
@@ -95,14 +113,39 @@ def test_captured_steps_say_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        # as V2 Lite: queries of one weight, and two experts that all tokens take
+        ("deepseek_v2", {"q_lora_rank": None, "n_shared_experts": 2}),
+        ("deepseek_v3", {}),
+    ],
+)
 def test_mixtures_say_the_same(
-    tmp_path: Path, device: SimulatedDevice, triton_kernels: Any
+    family: str,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    device: SimulatedDevice,
+    triton_kernels: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """DeepSeek V3, whose layers have experts."""
-    path = compiled(tmp_path, "deepseek_v3", plans=PLANS[:1])
+    """With experts, and latents that attention of few tokens has a kernel for; plain decoding, too.
+
+    Which it has for bfloat16, whose tokens would not be those of transformers.
+    """
+    monkeypatch.setattr(attend_latent_few, "DTYPE", torch.float32)
+    # the only layer has experts
+    changes = {"kv_lora_rank": 64, "first_k_dense_replace": 0} | changes
+    for name, value in changes.items():
+        monkeypatch.setitem(WIDTHS, name, value)
+    path = compiled(tmp_path, family, plans=PLANS[:1])
     wanted = greedy_tokens(tmp_path / "target", PROMPTS, NUM_TOKENS)
-    assert generate(LLM(path, backend="eager", plan=PLANS[0].name)) == wanted
-    check_captured(path, PLANS[0].name, wanted, device)
+    for plan in ("off", PLANS[0].name):
+        assert generate(LLM(path, backend="eager", plan=plan)) == wanted
+        names = check_captured(path, plan, wanted, device, "attend_latent_few_kernel")
+        assert {"experts_gate_up_kernel", "experts_down_kernel", "_route_kernel"} <= names
+        # nor has the shared expert launches of its own
+        assert "_act_and_mul_kernel" not in names
 
 
 def test_a_row_is_cached_once(dense: Path) -> None:

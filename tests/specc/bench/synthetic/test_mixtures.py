@@ -208,17 +208,28 @@ def test_integers_of_experts_are_as_many() -> None:
     assert read == pytest.approx(whole - experts * (1 - CHOSEN / NUM_EXPERTS), abs=1)
 
 
-@pytest.mark.parametrize(("quantization", "item"), [(None, 4), ("int8", 1)], ids=str)
-def test_nodes_move_the_experts_that_are_chosen(quantization: str | None, item: int) -> None:
-    programs = compiled("qwen3-30b-a3b", batch_size=1, quantization=quantization)
+@pytest.mark.parametrize(
+    ("name", "quantization", "item", "shared"),
+    [
+        ("qwen3-30b-a3b", None, 4, 0),
+        ("qwen3-30b-a3b", "int8", 1, 0),
+        # in the same launches two that all tokens take
+        ("deepseek-v2-lite", None, 4, 2),
+    ],
+)
+def test_nodes_move_the_experts_that_are_chosen(
+    name: str, quantization: str | None, item: int, shared: int
+) -> None:
+    programs = compiled(name, batch_size=1, quantization=quantization)
     nodes = step_nodes(programs, OFF, 20, Launches(recorded, kernels()), is_filtered=False)
     inner, outer = _SMALL["moe_intermediate_size"], _SMALL["hidden_size"]
     for kernel, rows in (("experts_gate_up_kernel", 2 * inner), ("experts_down_kernel", inner)):
         found = [node.num_bytes for node in nodes if node.name == kernel]
         matrix = item * rows * outer
-        assert len(found) == 2
+        assert len(found) == MIXTURES[name]
         # rows and results besides, and scales
-        assert all(CHOSEN * matrix <= size < 1.5 * CHOSEN * matrix for size in found)
+        read = (CHOSEN + shared) * matrix
+        assert all(read <= size < 1.3 * read for size in found)
 
 
 @pytest.mark.slow
