@@ -85,7 +85,7 @@ def in_launches(
     num_heads, kv_heads, head_dim = heads_of(operator, num_tokens, weight, k_cache, slot)
     y = functional.linear(normed, weight, bias).view(num_tokens, -1, head_dim)
     q, k, v = y.transpose(0, 1).split([num_heads, kv_heads, kv_heads])
-    return rope_write(q, k, v, *places)  # type: ignore[arg-type]
+    return rope_write(q, k, v, *places)
 
 
 def in_one_launch(

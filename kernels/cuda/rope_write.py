@@ -203,10 +203,8 @@ def rope_write(
     q_start: Tensor,
     slot: Tensor,
     block_table: Tensor,
-    mixes: bool = False,
 ) -> Tensor:
     """Rotate q and k and write k and v to the cache; see `rope_write_reference`."""
-    check(not mixes, "rope_write", "rows to mix", "none: no graph for this device has any")
     places = (k_cache, v_cache, q_start, slot, block_table)
     return _launch("rope_write", (q, k, v), (cos, sin), places, None)
 

@@ -229,9 +229,30 @@ def test_kernels_for_cuda_are_there(operator):
     parameters = [x.arg for x in (*function.args.args, *function.args.kwonlyargs)]
     arguments = arguments_of(operator)
     assert parameters == [argument.name for argument in arguments if argument.name in parameters]
+    if function.args.vararg is not None:
+        # of attention, what follows is named once for all of its kernels
+        positional = [argument.name for argument in arguments if not argument.kwarg_only]
+        following = positional[len(function.args.args) :]
+        names = tensors_of_attention()
+        assert names[len(names) - len(following) :] == following
+        return
     # what only the CPU has is left at its default: others are refused when a model is compiled
     rest = [argument for argument in arguments if argument.name not in parameters]
     assert all(argument.has_default_value() for argument in rest)
+
+
+def tensors_of_attention() -> list[str]:
+    """Names of the tensors of a call, in their order, as `attend_call.py` has them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for item in ast.parse((CUDA / "attend_call.py").read_text(encoding="utf-8")).body:
+        name = ast.unparse(item.targets[0]) if isinstance(item, ast.Assign) else ""
+        if name in ("ROWS", "PLACES", "_TENSORS"):
+            parts = [
+                found[x.value.id] if isinstance(x, ast.Starred) else (ast.literal_eval(x),)  # type: ignore[attr-defined]
+                for x in item.value.elts  # type: ignore[attr-defined]
+            ]
+            found[name] = tuple(x for part in parts for x in part)
+    return list(found["_TENSORS"])
 
 
 def test_what_cpp_is_told_is_the_table():
