@@ -28,6 +28,7 @@ from specc.kernels.cuda.few_rows_tiles import (
 )
 from specc.kernels.cuda.linear_q import check_operands, linear_q
 from specc.kernels.cuda.linear_q_fragments import DTYPE, decoding, scale_type, scales_of
+from specc.kernels.cuda.linear_q_parts import group_of
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import check
@@ -136,7 +137,7 @@ def num_programs(tile: Tile, size: int, device: torch.device) -> int:
 
 def constexprs_of(layout: QuantizedLayout, tile: Tile) -> dict[str, Any]:
     return decoding(layout) | {
-        "GROUP": layout.group,
+        "GROUP": group_of(layout),
         "W": tile.num_warps,
         "BM": _ROWS,
         "BS": tile.block_m,

@@ -22,12 +22,15 @@ from specc.kernels.cuda.linear_q_fragments_loop import (
     PAIR,
     SPAN,
     WORDS,
+    beside_of_lanes,
     copy_layout,
     copy_step,
     lane_layout,
     load_words,
     multiply_step,
+    parts_of_block,
     row_layout,
+    spans_of_tile,
     word_layout,
     words_of_warps,
 )
@@ -35,24 +38,6 @@ from specc.kernels.cuda.linear_q_fragments_loop import (
 # columns that are normed at a time: eight a thread of eight warps
 CHUNK = gl.constexpr(2048)
 SPANS_OF_CHUNK = gl.constexpr(8)
-
-
-@gluon.constexpr_function
-def spans_of_tile(kind: str) -> int:
-    return 2 if kind in ("int4", "mxfp4") else 1
-
-
-@gluon.jit
-def parts_of_block(K, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr):
-    """Words of a block before its zero points, and before its tiles, and how many tiles it has."""
-    groups = 1
-    if GROUP != 0:
-        groups = K // GROUP
-    zeros = groups * (8 if KIND == "mxfp4" else 32)
-    head = zeros
-    if HAS_ZEROS:
-        head = head + groups * 16
-    return zeros, head, K // (spans_of_tile(KIND) * SPAN)
 
 
 @gluon.jit
@@ -171,8 +156,7 @@ def block_sums(
     o_r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, A)))
     o_r = gl.expand_dims(gl.expand_dims(o_r, 0), 2)
     p_scale = scales + begin * (4 if KIND == "mxfp4" else 1) + o_r
-    o_lane = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LZ)), 0)
-    p_zero = p_zero + begin + o_lane // 4
+    p_zero = p_zero + begin + beside_of_lanes(KIND, LZ)
     acc = (gl.zeros([W, 16, BM], gl.float32, A),) * 2
     for first in range(0, tiles, W * U):
         if RING != 0:

@@ -14,11 +14,9 @@ from specc.kernels.cuda.add_norm_fragments_kernels import (
     block_sums,
     first_words,
     normed_rows,
-    parts_of_block,
-    spans_of_tile,
 )
 from specc.kernels.cuda.dependent import let_next_start, wait_alone
-from specc.kernels.cuda.linear_q_fragments_loop import PAIR
+from specc.kernels.cuda.linear_q_fragments_loop import PAIR, parts_of_block, spans_of_tile
 
 
 @gluon.jit

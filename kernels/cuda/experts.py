@@ -74,8 +74,8 @@ class ExpertTile:
         sizes = {"BT": FEW_CHOSEN, "BE": BLOCK_EXPERTS, "BM": self.block_m, "BN": self.block_n}
         if layout is None:
             return sizes | {"BK": self.block_k} | _OF_FLOATS
-        # of mxfp4 values times scales are exact, but in float16
-        is_exact = layout.kind == "mxfp4" and dtype != torch.float16
+        # of e2m1 values times scales are exact, but of mxfp4 in float16
+        is_exact = layout.has_factors or (layout.has_byte_scales and dtype != torch.float16)
         columns = self.block_k if is_exact else min(self.block_k, layout.group or self.block_k)
         parts = {"BK": columns, "PARTS": self.block_k // columns}
         return sizes | format_of(layout) | {"WIDTH": layout.header_columns} | parts

@@ -26,15 +26,15 @@ from specc.kernels.cuda import linear_q_fragments
 from specc.kernels.cuda.few_rows import in_rows, quantized_tile_for
 from specc.kernels.cuda.few_rows_tiles import MAX_ROWS, QUANTIZED, Tile, quantized_tiles
 from specc.kernels.cuda.linear_q_kernels import linear_q_decode_kernel, linear_q_kernel
-from specc.kernels.cuda.linear_q_parts import absent_of, format_of, parts_of, pointers_of
+from specc.kernels.cuda.linear_q_parts import absent_of, format_of, group_of, parts_of, pointers_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
 
 NAME = "linear_q"
 # of a weight, as floats, at a time: the memory plan counts them
 DECODED_BYTES = facts_of("cuda").decoded_bytes
-# a program decodes so many columns, and so many of them in a row
-_DECODE_BLOCK, _DECODE_PARTS = 32, 4
+# columns that a program decodes, and most of them at a time
+_DECODED, _DECODE_BLOCK = 128, 32
 # columns of a step of the product, where groups are shorter
 _STEP = 128
 
@@ -145,20 +145,23 @@ def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: Quantiz
         return linear_q_fragments.decoded(weight, like, first, size, layout)
     columns = like.shape[1]
     out = like.new_empty(size, columns)
-    grid = (triton.cdiv(size, BLOCK), triton.cdiv(columns, _DECODE_BLOCK * _DECODE_PARTS))
+    grid = (triton.cdiv(size, BLOCK), triton.cdiv(columns, _DECODED))
     linear_q_decode_kernel[grid](
         *parts_of(weight, layout), out, first, size, layout.header_columns or columns, columns,
-        **format_of(layout),
-        BK=_DECODE_BLOCK,
-        PARTS=_DECODE_PARTS,
+        **_decoding(layout),
         num_warps=4,
         num_stages=1,
     )  # fmt: skip
     return out
 
 
+def _decoding(layout: QuantizedLayout) -> dict[str, Any]:
+    columns = min(_DECODE_BLOCK, layout.group or _DECODE_BLOCK)
+    return format_of(layout) | {"BK": columns, "PARTS": _DECODED // columns}
+
+
 def _constexprs(layout: QuantizedLayout, tile: Tile, rows: int) -> dict[str, Any]:
-    columns = min(tile.block_k, layout.group or tile.block_k)
+    columns = min(tile.block_k, group_of(layout) or tile.block_k)
     return format_of(layout) | {
         "WIDTH": layout.header_columns,
         "BM": rows,
@@ -203,7 +206,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
             for rows in (MAX_ROWS, 64):
                 for tile in quantized_tiles(name, dtype, rows):
                     yield _product(dtype, QuantizedLayout.named(name), tile, rows)
-        for name in ("int8", "int8-zeros", "int4-g32", "int4-g32-zeros", "fp8", "mxfp4"):
+        for name in ("int8", "int8-zeros", "int4-g32", "int4-g32-zeros", "fp8", "mxfp4", "nvfp4"):
             yield _decode(dtype, QuantizedLayout.named(name))
 
 
@@ -230,9 +233,7 @@ def _decode(dtype: torch.dtype, layout: QuantizedLayout) -> Shipped:
         name=f"{kind}-decode-{name}",
         kernel=linear_q_decode_kernel,
         signature=pointers | dict.fromkeys(("first", "size", "width", "K"), "i32"),
-        constexprs=absent_of(layout)
-        | format_of(layout)
-        | {"BK": _DECODE_BLOCK, "PARTS": _DECODE_PARTS},
+        constexprs=absent_of(layout) | _decoding(layout),
         num_warps=4,
         num_stages=1,
         divisible=(*pointers, "K"),

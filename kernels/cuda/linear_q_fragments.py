@@ -23,6 +23,7 @@ from specc.kernels.cuda.linear_q_fragments_kernels import (
     linear_q_fragments_decode_kernel,
     linear_q_fragments_kernel,
 )
+from specc.kernels.cuda.linear_q_parts import group_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # of rows of the product
@@ -71,7 +72,7 @@ def decoding(layout: QuantizedLayout) -> dict[str, Any]:
 
 def _constexprs(layout: QuantizedLayout, tile: Tile) -> dict[str, Any]:
     return decoding(layout) | {
-        "GROUP": layout.group,
+        "GROUP": group_of(layout),
         "W": tile.num_warps,
         "NB": tile.block_n // 16,
         "BM": tile.block_m,
@@ -86,7 +87,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
         layout = QuantizedLayout.named(name)
         for tile in fragment_tiles(name):
             yield from with_dependent(_product(layout, tile), capability, DTYPE)
-    for name in ("int4-g128", "int4-g128-zeros", "mxfp4", "int8", "fp8"):
+    for name in ("int4-g128", "int4-g128-zeros", "mxfp4", "nvfp4", "int8", "fp8"):
         yield _decode(QuantizedLayout.named(name).as_fragments)
 
 

@@ -26,12 +26,15 @@ from specc.kernels.cuda.linear_q_fragments_loop import (
     PAIR,
     SPAN,
     WORDS,
+    beside_of_lanes,
     copy_layout,
     copy_step,
     lane_layout,
     load_words,
     multiply_step,
+    parts_of_block,
     row_layout,
+    spans_of_tile,
     warps_of,
     word_layout,
     words_of_warps,
@@ -64,27 +67,20 @@ def linear_q_fragments_kernel(
 
     x [num_rows, K], bias [bias_size], which counts where it is not empty, out [num_rows, size]. The
     second half of a block has the outputs 16 · `pairs` after the first.
-    `weight` are words and `scales` float32, or bytes of mxfp4, of the same blocks. K is a multiple
+    `weight` are words and `scales` float32, or bytes of mxfp4, of the same blocks; of nvfp4, whose
+    GROUP is 0, scales are factors. K is a multiple
     of the columns of U tiles. Words of a step are loaded one step ahead, or, with a RING, copied to
     shared memory RING - 1 steps ahead; what is asked for at first no step writes, so it is asked
     for before the wait.
     """
-    SPANS: gl.constexpr = 2 if KIND == "int4" or KIND == "mxfp4" else 1
+    SPANS: gl.constexpr = spans_of_tile(KIND)
     A: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     LW: gl.constexpr = word_layout(W)
     LC: gl.constexpr = copy_layout(W, U * NB)
     LX: gl.constexpr = row_layout(W, BM)
     LZ: gl.constexpr = lane_layout(W)
     i_n = gl.program_id(0)
-    tiles = K // (SPANS * SPAN)
-    groups = 1
-    if GROUP != 0:
-        groups = K // GROUP
-    # words of a block: its scales, zero points, and tiles
-    head = groups * (8 if KIND == "mxfp4" else 32)
-    zeros = head
-    if HAS_ZEROS:
-        head = head + groups * 16
+    zeros, head, tiles = parts_of_block(K, KIND, GROUP, HAS_ZEROS)
     i_b = i_n * NB // 2
     begin = i_b.to(gl.int64) * (head + tiles * PAIR)
     half = i_n * NB % 2
@@ -111,8 +107,8 @@ def linear_q_fragments_kernel(
     o_r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, A)))
     o_r = gl.expand_dims(gl.expand_dims(o_r, 0), 2)
     p_scale = scales + (begin * (4 if KIND == "mxfp4" else 1) + half * 16 + o_r)
-    o_lane = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LZ)), 0)
-    p_zero = weight + (begin + zeros + half * 8 + o_lane // 4)
+    p_zero = weight + (begin + zeros + half * (16 if KIND == "nvfp4" else 8))
+    p_zero = p_zero + beside_of_lanes(KIND, LZ)
     acc = (gl.zeros([W, 16, BM], gl.float32, A),) * NB
     if RING != 0:
         turn = 0
@@ -170,15 +166,19 @@ def linear_q_fragments_decode_kernel(
     `weight` is the same memory in int16, `zeros` in bfloat16, `scales` as of the product; `group`
     columns share a scale. Both halves of a block are 16 · `pairs` rows apart in `out`.
     """
-    IS_4_BITS: tl.constexpr = KIND == "int4" or KIND == "mxfp4"
+    IS_4_BITS: tl.constexpr = KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4"
     BITS: tl.constexpr = 4 if IS_4_BITS else 8
     i_s = tl.program_id(1)
     groups = K // group
     i_group = i_s * 32 // group
     head = groups * (16 if KIND == "mxfp4" else 64)
+    if KIND == "nvfp4":
+        head = 64
     begin = head
     if HAS_ZEROS:
         begin = head + groups * 32
+    if KIND == "nvfp4":
+        begin = head + K
     # elements of 16 bits before the block
     block = (first + tl.program_id(0)).to(tl.int64) * (begin + K * BITS * 2)
 
@@ -209,7 +209,13 @@ def linear_q_fragments_decode_kernel(
     if HAS_ZEROS:
         b_zero = tl.load(zeros + block + head + ((i_group * 2 + o_half) * 8 + o_g) * 2 + o_r)
         b_zero = b_zero.to(tl.float32)
-    if KIND == "mxfp4":
+    if KIND == "nvfp4":
+        # a byte of the tile, half, group of a span, row of 8, r and span; 0 is of levels that are 0
+        p_byte = weight + block + head + (i_s // 2 * 2 + o_half) * 32 + (o_q // 2 * 8 + o_g) * 2
+        b_byte = tl.load(p_byte + o_r).to(tl.int32) >> i_s % 2 * 8 & 255
+        b_factor = tl.load(scales + block // 2 + o_n)
+        b_scale = _bfloat16(b_byte << 4 | 0x7000) * 2.0**-126 * b_factor
+    elif KIND == "mxfp4":
         b_exponent = tl.load(scales + block * 2 + i_group * 32 + o_n).to(tl.int32)
         b_scale = (b_exponent << 23).to(tl.float32, bitcast=True)
     else:

@@ -10,13 +10,49 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from specc.kernels.cuda.linear_q_unpack import operand_of
+from specc.kernels.cuda.linear_q_unpack import SCALES_OF_FIRST, SCALES_OF_SECOND, operand_of
 
 # columns of a span: of two instructions
 SPAN = gl.constexpr(32)
 # words of a tile of 16 outputs, and of both tiles of a block of 32
 WORDS = gl.constexpr(128)
 PAIR = gl.constexpr(256)
+# words of scales of nvfp4 beside two tiles
+SCALES = gl.constexpr(32)
+
+
+@gluon.constexpr_function
+def spans_of_tile(kind: str) -> int:
+    return 2 if kind in ("int4", "mxfp4", "nvfp4") else 1
+
+
+@gluon.jit
+def parts_of_block(K, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr):
+    """Words of a block before its zero points, and before its tiles, and how many tiles it has.
+
+    Of nvfp4, which has a factor for each output here, scales are where zero points would be.
+    """
+    tiles = K // (spans_of_tile(KIND) * SPAN)
+    groups = 1
+    if GROUP != 0:
+        groups = K // GROUP
+    zeros = groups * (8 if KIND == "mxfp4" else 32)
+    head = zeros
+    if HAS_ZEROS:
+        head = head + groups * 16
+    if KIND == "nvfp4":
+        head = head + tiles * SCALES
+    return zeros, head, tiles
+
+
+@gluon.jit
+def beside_of_lanes(KIND: gl.constexpr, LZ: gl.constexpr):
+    """[1, 32]: which word of a half of a block has a lane's zero points, or scales of nvfp4."""
+    o_lane = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LZ)), 0)
+    if KIND == "nvfp4":
+        return o_lane % 4 // 2 * 8 + o_lane // 4
+    else:
+        return o_lane // 4
 
 
 @gluon.constexpr_function
@@ -94,16 +130,17 @@ def _shared_rows(span, W: gl.constexpr, BM: gl.constexpr, BS: gl.constexpr, LX: 
 
 
 @gluon.jit
-def _zeros_of(p_zero, b_words):
-    """What is added to rows 0 … 7 and 8 … 15: pairs like `b_words`, of a lane all the same."""
-    b_zero = gl.load(p_zero)  # [W, 32]
-    b_low = (b_zero & 0xFFFF) | (b_zero << 16)
-    b_high = ((b_zero >> 16) & 0xFFFF) | (b_zero & -0x10000)
-    return _for_words(b_low, b_words), _for_words(b_high, b_words)
+def _scales_of(b_scale, SPAN_OF: gl.constexpr):
+    """Scales of a span in bfloat16, of rows 0 … 7 and 8 … 15, of the bytes of a tile."""
+    return gl.inline_asm_elementwise(
+        SCALES_OF_FIRST if SPAN_OF == 0 else SCALES_OF_SECOND, "=r,r", [b_scale],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _for_words(b_lane, b_words):
+    """Like `b_words`, two words of each lane, what it has one of."""
     b_all = gl.reshape(gl.join(b_lane, b_lane), b_words.shape)
     return gl.convert_layout(b_all, b_words.type.layout, assert_trivial=True)
 
@@ -129,17 +166,21 @@ def multiply_step(
     [spans of a warp, W, BS, 32], or [spans of a warp, W, 32] of one row, zeros after the last
     column.
     """
-    # spans that share a scale, as far as they are of one step
+    # spans that share a scale, as far as they are of one step, which no group begins inside of
     SHARED: gl.constexpr = U * SPANS if GROUP == 0 else min(GROUP // SPAN, U * SPANS)
     PER_GROUP: gl.constexpr = max(GROUP // SPAN, 1)
     # a warp has all of its tiles, or none: then its words are of others, and its rows are 0
     if rows is None:
         m_x = m_row & (first + warps_of(W, LX) * U < tiles)
         p_x = p_x + first * (SPANS * SPAN)
-    i_a = gl.minimum(first + warps_of(W, A) * U, tiles - U) * SPANS
-    if HAS_ZEROS:
+    # the rest of an address is a constant
+    if GROUP != 0:
+        i_a = gl.minimum(first + warps_of(W, A) * U, tiles - U) * SPANS // PER_GROUP
+        p_scale = p_scale + i_a * 32
+    if HAS_ZEROS or KIND == "nvfp4":
         o_z = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, LZ)), 1)
-        i_z = gl.minimum(first + o_z * U, tiles - U) * SPANS
+        i_z = gl.minimum(first + o_z * U, tiles - U)
+        p_zero = p_zero + (i_z * SCALES if KIND == "nvfp4" else i_z * SPANS // PER_GROUP * 16)
     for part in gl.static_range(U * SPANS // SHARED):
         sums = acc
         if GROUP != 0:
@@ -155,18 +196,22 @@ def multiply_step(
             for n in gl.static_range(NB):
                 b_words = words[(part * SHARED + v) // SPANS * NB + n]
                 b_words = _span(b_words, (part * SHARED + v) % SPANS, SPANS, W)
-                if HAS_ZEROS:
-                    i_zero = (i_z + part * SHARED) // PER_GROUP * 16
-                    b_low, b_high = _zeros_of(p_zero + i_zero + n * 8, b_words)
-                    b_w = operand_of(b_words, b_low, b_high, KIND, W, A)
-                else:
-                    b_w = operand_of(b_words, None, None, KIND, W, A)
+                b_rows = None
+                if KIND == "nvfp4":
+                    i_scale = (part * SHARED + v) // SPANS * SCALES
+                    b_scale = gl.load(p_zero + (i_scale + n * (SCALES // 2)))
+                    b_scale = _scales_of(b_scale, (part * SHARED + v) % SPANS)
+                    b_rows = _for_words(b_scale, b_words)
+                elif HAS_ZEROS:
+                    i_zero = part * SHARED // PER_GROUP * 16
+                    b_rows = _for_words(gl.load(p_zero + (i_zero + n * 8)), b_words)
+                b_w = operand_of(b_words, b_rows, KIND, W, A)
                 new = new + (mma_v2(b_w, b_x, sums[n]),)  # type: ignore[assignment]  # noqa: RUF005
             sums = new
         if GROUP != 0:
             new = ()
             for n in gl.static_range(NB):
-                p_own = p_scale + (i_a + part * SHARED) // PER_GROUP * 32 + n * 16
+                p_own = p_scale + (part * SHARED // PER_GROUP * 32 + n * 16)
                 grouped = sums[n] * _scale_of(p_own, KIND == "mxfp4")
                 new = new + (acc[n] + grouped,)  # type: ignore[assignment]  # noqa: RUF005
             sums = new

@@ -4,7 +4,8 @@ Blocks lie as `specc.artifact.quantized_layout` has them: of each header, 32 sca
 where there are any, and units of 32 elements, one for each output. So a program reads a step of its
 outputs in one run of bytes. Levels are multiplied as they are: u - z, and the values of e4m3 and
 e2m1, are exact in every type of rows, so products are, too, and a scale multiplies the sum over its
-group, in float32.
+group, in float32. Of e2m1 values times scales are exact, too, but for mxfp4 in float16; factors of
+nvfp4 multiply whole sums.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# outputs of a block of the weight, and columns of mxfp4 with one scale
+# outputs of a block of the weight, bytes of its factors in nvfp4, which alone has such headers
 BLOCK: tl.constexpr = tl.constexpr(32)
-GROUP_OF_MX: tl.constexpr = tl.constexpr(32)
+FACTORS: tl.constexpr = tl.constexpr(128)
+NVFP4_HEADER: tl.constexpr = tl.constexpr(256)
 
 
 @triton.jit(do_not_specialize=["num_rows", "size", "bias_size"])
@@ -67,9 +69,10 @@ def quantized_product(
 ):  # fmt: skip
     """Rows o_m [BM], where m_m [BM, 1], times outputs o_lane [BN] of a block: [BM, BN] in float32.
 
-    i_b is the block, or that of each output [BN]. Steps of mxfp4 that are longer than a group have
-    a header's columns, and rows are not float16.
+    i_b is the block, or that of each output [BN]. Steps of e2m1 may be longer than a group, but for
+    mxfp4 by rows in float16.
     """
+    IS_SCALED: tl.constexpr = IS_FLOAT and BITS == 4 and BK > BLOCK * 128 // HEADER
     width = K if WIDTH == 0 else WIDTH
     o_k = tl.arange(0, BK)
     p_x = x + o_m[:, None] * K + o_k[None, :]
@@ -78,20 +81,22 @@ def quantized_product(
         for part in tl.static_range(PARTS):
             k = step + part * BK
             b_x = tl.load(p_x + k, mask=m_m & (o_k[None, :] < K - k), other=0.0)  # [BM, BK]
-            if BK > GROUP_OF_MX and IS_FLOAT and BITS == 4:
-                b_w = _scaled_mx(levels, scales, i_b, o_lane, k, K, UNIT, HEADER, BK, BN)
+            if IS_SCALED:
+                b_w = _scaled_e2m1(levels, scales, i_b, o_lane, k, K, width, UNIT, HEADER, BK, BN)
             else:
                 b_w = _values(
                     levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER, BK, BN
                 )
             b_w = b_w.to(x.dtype.element_ty)  # [BK, BN]
-            if WIDTH == 0 or (BK > GROUP_OF_MX and IS_FLOAT and BITS == 4):
+            if WIDTH == 0 or IS_SCALED:
                 b_out = tl.dot(b_x, b_w, b_out, input_precision="ieee")
             else:
                 b_scale = _scale(scales, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER)
                 b_out += tl.dot(b_x, b_w, input_precision="ieee") * b_scale[None, :]
     if WIDTH == 0:
         b_out *= _scale(scales, i_b, o_lane, 0, K, width, BITS, IS_FLOAT, UNIT, HEADER)[None, :]
+    if HEADER == NVFP4_HEADER:
+        b_out *= _factors(levels, i_b, o_lane, K, width, UNIT, HEADER)[None, :]
     return b_out
 
 
@@ -123,6 +128,8 @@ def linear_q_decode_kernel(
                 levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER, BK, BLOCK
             )
             b_scale = _scale(scales, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER)
+            if HEADER == NVFP4_HEADER:
+                b_scale *= _factors(levels, i_b, o_lane, K, width, UNIT, HEADER)
             b_w = (b_w * b_scale[None, :]).to(out.dtype.element_ty)
             o_k = k + tl.arange(0, BK)
             m_out = (o_k < K)[:, None] & (o_n < size)[None, :]
@@ -131,13 +138,42 @@ def linear_q_decode_kernel(
 
 
 @triton.jit
+def _block(i_b, K, width, UNIT: tl.constexpr, HEADER: tl.constexpr):
+    """Where a block begins, in bytes."""
+    UNIT_BYTES: tl.constexpr = BLOCK * (2 if UNIT == 2 else 4)
+    block_bytes = (K + width - 1) // width * HEADER + (K + UNIT - 1) // UNIT * UNIT_BYTES
+    if HEADER == NVFP4_HEADER:
+        block_bytes += FACTORS
+    return i_b * block_bytes
+
+
+@triton.jit
 def _header(i_b, k, K, width, UNIT: tl.constexpr, HEADER: tl.constexpr):
     """Where the header of column k of a block is, in bytes; `width` columns have one."""
     UNIT_BYTES: tl.constexpr = BLOCK * (2 if UNIT == 2 else 4)
-    num_headers = (K + width - 1) // width
-    block_bytes = num_headers * HEADER + (K + UNIT - 1) // UNIT * UNIT_BYTES
     i_h = k // width
-    return i_b * block_bytes + i_h * HEADER + i_h * width // UNIT * UNIT_BYTES
+    place = _block(i_b, K, width, UNIT, HEADER)
+    if HEADER == NVFP4_HEADER:
+        place += FACTORS
+    return place + i_h * HEADER + i_h * width // UNIT * UNIT_BYTES
+
+
+@triton.jit
+def _factors(levels, i_b, o_lane, K, width, UNIT: tl.constexpr, HEADER: tl.constexpr):
+    """Of nvfp4, [outputs] float32."""
+    b_bits = tl.load(levels + _block(i_b, K, width, UNIT, HEADER) // 4 + o_lane)
+    return b_bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _of_byte(b_byte, HEADER: tl.constexpr):
+    """Scales in float32 of their bytes: of nvfp4 e4m3 without sign, else e8m0."""
+    if HEADER == NVFP4_HEADER:
+        # exponent and mantissa of a value times 2^-120
+        b_scale = (b_byte.to(tl.int32) << 20).to(tl.float32, bitcast=True) * (2.0**120)
+    else:
+        b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return b_scale
 
 
 @triton.jit
@@ -182,22 +218,22 @@ def _values(
 
 
 @triton.jit
-def _scaled_mx(
-    levels, scales, i_b, o_lane, k, K,
+def _scaled_e2m1(
+    levels, scales, i_b, o_lane, k, K, width,
     UNIT: tl.constexpr, HEADER: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Columns k … k + BK - 1 of mxfp4, all of a header: v · s, [BK, BN] float32, exact in bfloat16.
+    """Columns k … k + BK - 1 of e2m1, of one header: v · s, [BK, BN] float32, exact in bfloat16.
 
     Three bits of a code are exponent and mantissa of a value times 2^-126.
     """
+    GROUP: tl.constexpr = BLOCK * 128 // HEADER
     o_u = tl.arange(0, BK // UNIT)[:, None]
-    place = _header(i_b, k, K, BK, UNIT, HEADER)
+    place = _header(i_b, k, K, width, UNIT, HEADER)
     m_unit = o_u * UNIT < K - k
-    p_unit = levels + (place + HEADER) // 4 + o_u * BLOCK + o_lane[None, :]
+    p_unit = levels + (place + HEADER) // 4 + (k % width // UNIT + o_u) * BLOCK + o_lane[None, :]
     b_unit = tl.load(p_unit, mask=m_unit, other=0)  # [units, BN]
-    p_scale = scales + place + o_u * UNIT // GROUP_OF_MX * BLOCK + o_lane[None, :]
-    b_byte = tl.load(p_scale, mask=m_unit, other=0)
-    b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    p_scale = scales + place + (k % width + o_u * UNIT) // GROUP * BLOCK + o_lane[None, :]
+    b_scale = _of_byte(tl.load(p_scale, mask=m_unit, other=0), HEADER)
     o_c = tl.arange(0, UNIT)
     b_code = b_unit[:, None, :] >> (o_c % 4 * 8 + o_c // 4 * 4)[None, :, None]
     b_bits = (b_code & 7) << 22 | (b_code & 8) << 28
@@ -210,12 +246,12 @@ def _scale(
     scales, i_b, o_lane, k, K, width,
     BITS: tl.constexpr, IS_FLOAT: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr,
 ):  # fmt: skip
-    """Scales of column k: [outputs] float32; see `_values`. Of mxfp4 `scales` are bytes."""
+    """Scales of column k: [outputs] float32; see `_values`. Of e2m1 `scales` are bytes."""
     place = _header(i_b, k, K, width, UNIT, HEADER)
     if IS_FLOAT and BITS == 4:
-        # a header has those of 4 groups of 32 columns
-        b_byte = tl.load(scales + place + k % width // 32 * BLOCK + o_lane, mask=k < K, other=0)
-        b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        # a header has those of all groups of 128 columns
+        p_byte = scales + place + k % width // (BLOCK * 128 // HEADER) * BLOCK + o_lane
+        b_scale = _of_byte(tl.load(p_byte, mask=k < K, other=0), HEADER)
     else:
         b_scale = tl.load(scales + place // 4 + o_lane, mask=k < K, other=0.0)
     return b_scale

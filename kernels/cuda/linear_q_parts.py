@@ -18,9 +18,14 @@ def parts_of(weight: Tensor, layout: QuantizedLayout) -> tuple[Tensor, Tensor, T
     """The weight as elements of units, as scales, and as zero points."""
     return (
         weight.view(_ELEMENTS[layout.unit]),
-        weight if layout.is_float and layout.bits == 4 else weight.view(torch.float32),
+        weight if layout.has_byte_scales else weight.view(torch.float32),
         weight.view(torch.int16) if layout.has_zeros else None,
     )
+
+
+def group_of(layout: QuantizedLayout) -> int:
+    """Columns whose sum a scale multiplies; 0 where all of an output have one, or a factor."""
+    return 0 if layout.has_factors else layout.group
 
 
 def format_of(layout: QuantizedLayout) -> dict[str, Any]:
@@ -34,10 +39,13 @@ def format_of(layout: QuantizedLayout) -> dict[str, Any]:
 
 def pointers_of(layout: QuantizedLayout) -> dict[str, str]:
     """Argument → type, of those of `parts_of` that there are."""
-    is_mx = layout.is_float and layout.bits == 4
     element = TYPE_NAMES.get(_ELEMENTS[layout.unit], "i16")
     zeros = {"zeros": "*i16"} if layout.has_zeros else {}
-    return {"levels": f"*{element}", "scales": "*u8" if is_mx else "*fp32", **zeros}
+    return {
+        "levels": f"*{element}",
+        "scales": "*u8" if layout.has_byte_scales else "*fp32",
+        **zeros,
+    }
 
 
 def absent_of(layout: QuantizedLayout) -> dict[str, None]:

@@ -11,6 +11,7 @@ exponent and mantissa of bfloat16 and multiplied by a power of two. All of it is
   u - 128.
 - fp8: 7 bits at 10 … 4 are a value times 2^-120.
 - mxfp4: 3 bits at 8 … 6 are a value times 2^-126.
+- nvfp4: likewise, times a scale that is itself times 2^116: a value has 6 bits, and is times 2^-10.
 
 Sums and products of pairs are written as fused products, as sm_80 has no others.
 """
@@ -43,32 +44,52 @@ UNPACK_INT4 = gl.constexpr(
     fma.rn.bf16x2 $6, $6, one, s; fma.rn.bf16x2 $7, $7, one, s;
 }"""
 )
-# what is added: $10 to rows 0 … 7, $12 to rows 8 … 15
+# the halves of $10 are for rows 0 … 7 and for rows 8 … 15: here what is added. Written so, they are
+# read from where they are
+_OF_ROWS = """
+    .reg .b32 k, l; .reg .b16 a, b;
+    mov.b32 {a, b}, $10; mov.b32 k, {a, a}; mov.b32 l, {b, b};"""
 UNPACK_INT4_ZEROS = gl.constexpr(
     _INT4
+    + _OF_ROWS
     + """
-    fma.rn.bf16x2 $0, $0, one, $10; fma.rn.bf16x2 $1, $1, one, $12;
-    fma.rn.bf16x2 $2, $2, one, $10; fma.rn.bf16x2 $3, $3, one, $12;
-    fma.rn.bf16x2 $4, $4, one, $10; fma.rn.bf16x2 $5, $5, one, $12;
-    fma.rn.bf16x2 $6, $6, one, $10; fma.rn.bf16x2 $7, $7, one, $12;
+    fma.rn.bf16x2 $0, $0, one, k; fma.rn.bf16x2 $1, $1, one, l;
+    fma.rn.bf16x2 $2, $2, one, k; fma.rn.bf16x2 $3, $3, one, l;
+    fma.rn.bf16x2 $4, $4, one, k; fma.rn.bf16x2 $5, $5, one, l;
+    fma.rn.bf16x2 $6, $6, one, k; fma.rn.bf16x2 $7, $7, one, l;
 }"""
 )
 # codes of a half at 15 8 7 6, 12 5 4 3, 9 2 1 0 and 14 13 11 10
-UNPACK_MXFP4 = gl.constexpr("""{
-    .reg .b32 t, u, m, k, z, sign, high, low;
-    mov.b32 m, 0x81c081c0; mov.b32 k, 0x7e807e80; mov.b32 z, 0x80008000;
+_E2M1 = """{
+    .reg .b32 t, u, m, z, sign, high, low;
+    mov.b32 m, 0x81c081c0; mov.b32 z, 0x80008000;
     mov.b32 sign, 0x80008000; mov.b32 high, 0x01000100; mov.b32 low, 0x00c000c0;
-    and.b32 $0, $8, m; fma.rn.bf16x2 $0, $0, k, z;
-    shl.b32 t, $8, 3; and.b32 $1, t, m; fma.rn.bf16x2 $1, $1, k, z;
-    shl.b32 t, $8, 6; and.b32 $2, t, m; fma.rn.bf16x2 $2, $2, k, z;
+    and.b32 $0, $8, m;
+    shl.b32 t, $8, 3; and.b32 $1, t, m;
+    shl.b32 t, $8, 6; and.b32 $2, t, m;
     shl.b32 t, $8, 1; and.b32 u, t, sign; shr.u32 t, $8, 5; lop3.b32 u, t, high, u, 0xea;
-    shr.u32 t, $8, 4; lop3.b32 $3, t, low, u, 0xea; fma.rn.bf16x2 $3, $3, k, z;
-    and.b32 $4, $9, m; fma.rn.bf16x2 $4, $4, k, z;
-    shl.b32 t, $9, 3; and.b32 $5, t, m; fma.rn.bf16x2 $5, $5, k, z;
-    shl.b32 t, $9, 6; and.b32 $6, t, m; fma.rn.bf16x2 $6, $6, k, z;
+    shr.u32 t, $8, 4; lop3.b32 $3, t, low, u, 0xea;
+    and.b32 $4, $9, m;
+    shl.b32 t, $9, 3; and.b32 $5, t, m;
+    shl.b32 t, $9, 6; and.b32 $6, t, m;
     shl.b32 t, $9, 1; and.b32 u, t, sign; shr.u32 t, $9, 5; lop3.b32 u, t, high, u, 0xea;
-    shr.u32 t, $9, 4; lop3.b32 $7, t, low, u, 0xea; fma.rn.bf16x2 $7, $7, k, z;
-}""")
+    shr.u32 t, $9, 4; lop3.b32 $7, t, low, u, 0xea;
+"""
+# times k in rows 0 … 7, times l in rows 8 … 15
+_E2M1_TIMES = """
+    fma.rn.bf16x2 $0, $0, k, z; fma.rn.bf16x2 $1, $1, l, z;
+    fma.rn.bf16x2 $2, $2, k, z; fma.rn.bf16x2 $3, $3, l, z;
+    fma.rn.bf16x2 $4, $4, k, z; fma.rn.bf16x2 $5, $5, l, z;
+    fma.rn.bf16x2 $6, $6, k, z; fma.rn.bf16x2 $7, $7, l, z;
+}"""
+UNPACK_MXFP4 = gl.constexpr(
+    _E2M1 + "    .reg .b32 k, l; mov.b32 k, 0x7e807e80; mov.b32 l, k;" + _E2M1_TIMES
+)
+UNPACK_NVFP4 = gl.constexpr(_E2M1 + _OF_ROWS + _E2M1_TIMES)
+# bytes of a tile's scales → both of a span in bfloat16
+_SCALES_OF = "{{ .reg .b32 t; prmt.b32 t, $1, 0, {}; mad.lo.u32 $0, t, 16, 0x70007000; }}"
+SCALES_OF_FIRST = gl.constexpr(_SCALES_OF.format("0x4240"))
+SCALES_OF_SECOND = gl.constexpr(_SCALES_OF.format("0x4341"))
 # two words → two registers of each
 UNPACK_INT8 = gl.constexpr("""{
     .reg .b32 t, u, a, m, n, e, less;
@@ -94,33 +115,38 @@ UNPACK_FP8 = gl.constexpr("""{
 }""")
 
 _EIGHT = gl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
-_EIGHT_ZEROS = gl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r")
+_EIGHT_ROWS = gl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r")
 _FOUR = gl.constexpr("=&r,=&r,=&r,=&r,r,r")
 _PAIRS_8 = gl.constexpr((gl.bfloat16,) * 8)
 _PAIRS_4 = gl.constexpr((gl.bfloat16,) * 4)
 
 
 @gluon.jit
-def operand_of(b_words, b_low, b_high, KIND: gl.constexpr, W: gl.constexpr, A: gl.constexpr):
+def operand_of(b_words, b_rows, KIND: gl.constexpr, W: gl.constexpr, A: gl.constexpr):
     """16 rows by 32 columns of each of W warps, as the first operand of its product.
 
     Args:
         b_words: int32 [W, 64] of 4 bits, two words of each lane, or [W, 128] of 8 bits.
-        b_low: what is added to rows 0 … 7, pairs [W, 64]; None without zero points.
-        b_high: likewise, rows 8 … 15.
+        b_rows: int32 [W, 64], two equal words of each lane, which have, in bfloat16, what is added
+            to rows 0 … 7 and to rows 8 … 15, or, of nvfp4, what they are multiplied with; None
+            without zero points.
     """
-    if KIND == "int4" or KIND == "mxfp4":
-        if KIND == "mxfp4":
+    if KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4":
+        if KIND == "nvfp4":
+            t = gl.inline_asm_elementwise(
+                UNPACK_NVFP4, _EIGHT_ROWS, [b_words, b_rows], dtype=_PAIRS_8, is_pure=True, pack=2
+            )
+        elif KIND == "mxfp4":
             t = gl.inline_asm_elementwise(
                 UNPACK_MXFP4, _EIGHT, [b_words], dtype=_PAIRS_8, is_pure=True, pack=2
             )
-        elif b_low is None:
+        elif b_rows is None:
             t = gl.inline_asm_elementwise(
                 UNPACK_INT4, _EIGHT, [b_words], dtype=_PAIRS_8, is_pure=True, pack=2
             )
         else:
             t = gl.inline_asm_elementwise(
-                UNPACK_INT4_ZEROS, _EIGHT_ZEROS, [b_words, b_low, b_high],
+                UNPACK_INT4_ZEROS, _EIGHT_ROWS, [b_words, b_rows],
                 dtype=_PAIRS_8, is_pure=True, pack=2,
             )  # fmt: skip
         b_0 = gl.join(gl.join(t[0], t[2]), gl.join(t[1], t[3]))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specc.artifact.quantized_layout import QuantizedLayout, unpack
+from specc.artifact.quantized_layout import QuantizedLayout, pack, unpack
 from specc.kernels.cuda import few_rows_tiles, linear_q_fragments, linear_q_unpack
 from specc.kernels.cuda import linear_q as linear_q_module
 from specc.kernels.cuda import linear_q_fragments_kernels as kernels
@@ -71,7 +71,9 @@ def test_layouts(name: str, launched: list[Any], device: torch.device) -> None:
 
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["int4-g128-zeros-fragments", "mxfp4-fragments"])
+@pytest.mark.parametrize(
+    "name", ["int4-g128-zeros-fragments", "mxfp4-fragments", "nvfp4-fragments"]
+)
 def test_forms(name: str, shape: Any, number: int, launched: list[Any], device: Any) -> None:
     """A ring, and loads one step ahead."""
     assert len(tiles_of(name, shape[0])) == 2
@@ -204,14 +206,40 @@ def test_every_level_and_zero_point() -> None:
     u, z = torch.cartesian_prod(torch.arange(16), torch.arange(129)).T
     word = (u * 0x11111111).to(torch.int32)
     other = (z + 5) % 129
-    words = [word, *map(added_pairs, (z, other))]
-    words = [torch.stack([item, item], -1) for item in words]
+    words = [torch.stack([x, x], -1) for x in (word, of_rows(-128.0 - z, -128.0 - other))]
     found = ptx_pairs.run(getattr(text, "value", text), words, 8)
     for i, pairs in enumerate(found):
         want = (u - (other if i % 2 else z)).float()
         assert torch.equal(pairs.float(), want[:, None].expand(-1, 2))
 
 
-def added_pairs(zeros: torch.Tensor) -> torch.Tensor:
-    halves = (-128 - zeros).bfloat16().view(torch.int16).long() & 0xFFFF
-    return (halves | halves << 16).to(torch.int32)
+def test_every_level_and_scale_of_nvfp4() -> None:
+    """Each code times each scale, in rows of both halves, none of it rounded; of every byte."""
+    layout = QuantizedLayout.named("nvfp4-fragments")
+    levels = torch.arange(16, dtype=torch.uint8).repeat(2)[:, None].expand(32, 256).contiguous()
+    # of lane 4 g + q rows g and g + 8: codes g and g + 8
+    words = pack(levels, torch.ones(32, 17), None, layout)[0, -4096:].view(torch.int32)
+    lanes = words.view(4, 2, 8, 4, 4)[0, 0, :, 0, :2]
+    e4m3 = torch.arange(1, 127).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    scales = torch.stack([e4m3.roll(i) for i in range(4)])
+    parts = torch.ones(32, 17)
+    for i in range(126):
+        parts[[0, 8], 1], parts[[0, 8], 3] = scales[:2, i], scales[2:, i]
+        of_tile = pack(levels, parts, None, layout)[0, 128:132].view(torch.int32)
+        for span, text in enumerate(
+            (linear_q_unpack.SCALES_OF_FIRST, linear_q_unpack.SCALES_OF_SECOND)
+        ):
+            (rows,) = ptx_pairs.run_words(getattr(text, "value", text), [of_tile[None]], 1)
+            given = rows.view(1, 1).expand(8, 2)
+            text = linear_q_unpack.UNPACK_NVFP4
+            found = ptx_pairs.run(getattr(text, "value", text), [lanes, given], 8)
+            for j, pairs in enumerate(found):
+                own = layout.values(torch.arange(8) + 8 * (j % 2))
+                want = own * parts[8 * (j % 2), 1 + 2 * span] * 2.0**-10
+                assert torch.equal(pairs.float(), want[:, None].expand(8, 2))
+
+
+def of_rows(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Words whose halves are numbers in bfloat16."""
+    halves = [x.bfloat16().view(torch.int16).long() & 0xFFFF for x in (low, high)]
+    return (halves[0] | halves[1] << 16).to(torch.int32)
