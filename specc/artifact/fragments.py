@@ -20,6 +20,12 @@ of columns both halves of the block. Zero points, which int4 alone has, are what
 bfloat16, to what a level becomes first: -(128 + z) to 128 + u; of a group and half of the block,
 rows g and g + 8 side by side.
 
+In nvfp4 the factors of outputs come first, times 2^10, and its scales where zero points would be: a
+lane has two groups of 16 columns in a tile, one a span, which it shares with a lane beside it, and
+a word for them: of rows g and g + 8 both spans. A byte is bits 11 … 4 of a bfloat16, the scale
+times 2^116, which has 0x7000 besides, so that levels, whose bits are times 2^-126, times it are
+times 2^-10; 0 is scale 0, of levels that are 0.
+
 The second half of a block has the 16 outputs after those of the first, or those a *distance* on:
 what is computed of two outputs together then lies in one block, of a gate and what it multiplies,
 or of both halves of a head that is rotated. With P = distance / 16, block b has
@@ -36,18 +42,25 @@ import functools
 import torch
 from torch import Tensor
 
+from specc.artifact import byte_scales
+from specc.artifact.byte_scales import GROUPS, MXFP4, NVFP4
+
 OUTPUTS, SPAN = 32, 32
 # of a half of a block, and between both halves where nothing else is said
 HALF = 16
+# sign, and exponent and mantissa below each other: the first as bfloat16 has them
+_E2M1 = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
 # kind → of each level of a half of a word, where its bits are, from the lowest on
 _BITS = {
     "int4": tuple(tuple(range(4 * i, 4 * i + 4)) for i in range(4)),
-    # sign, and exponent and mantissa below each other: the first as bfloat16 has them
-    "mxfp4": ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14)),
+    MXFP4: _E2M1,
+    NVFP4: _E2M1,
     "int8": (tuple(range(8)), tuple(range(8, 16))),
     "fp8": ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11)),
 }
-_BITS_OF = {"int4": 4, "mxfp4": 4, "int8": 8, "fp8": 8}
+_BITS_OF = {"int4": 4, MXFP4: 4, NVFP4: 4, "int8": 8, "fp8": 8}
+# bits that all scales of nvfp4 have in common, and what they and factors are times
+_SCALE_BITS, _SCALE, _FACTOR = 0x7000, 2.0**116, 2.0**10
 # zero points: 128 + z is exact in bfloat16 up to this one
 MOST_ZERO = 128
 
@@ -78,9 +91,10 @@ def pack(
 
     Args:
         levels: [blocks · 32, K] uint8.
-        scales: [blocks · 32, G] float32; of mxfp4 powers of two, whose exponents are stored.
+        scales: [blocks · 32, G] float32, which are bytes in mxfp4 and nvfp4 (`byte_scales.py`), in
+            nvfp4 after a factor.
         zeros: [blocks · 32, G] integers, or None.
-        kind: `int4`, `int8`, `fp8` or `mxfp4`.
+        kind: of `_BITS`.
         distance: of the halves of a block.
     Returns:
         uint8 [blocks, bytes of a block].
@@ -95,13 +109,15 @@ def pack(
             raise ValueError(f"no pairs {distance} apart of {len(levels)} outputs")
         levels, scales = as_stored(levels, distance), as_stored(scales, distance)
         zeros = None if zeros is None else as_stored(zeros, distance)
-    scales = scales.contiguous()
-    if kind == "mxfp4":
-        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    nested: list[Tensor] = []
+    if kind == NVFP4:
+        levels = torch.where(scales[:, 1:].repeat_interleave(GROUPS[kind], 1) == 0, 0, levels)
+        nested, scales = [_pack_scales(scales[:, 1:])], scales[:, :1] * _FACTOR
+    scales = byte_scales.encode(scales, kind) if kind == MXFP4 else scales.contiguous()
     parts = [scales.view(blocks, OUTPUTS, -1).transpose(1, 2).contiguous().view(torch.uint8)]
     if zeros is not None:
         parts.append(_pack_zeros(zeros))
-    parts.append(_pack_levels(levels, kind))
+    parts += [*nested, _pack_levels(levels, kind)]
     return torch.cat([part.reshape(blocks, -1) for part in parts], 1)
 
 
@@ -114,20 +130,19 @@ def unpack(
         stored: uint8 [blocks, bytes of a block].
         columns: K.
         groups: G.
-        kind: `int4`, `int8`, `fp8` or `mxfp4`.
+        kind: of `_BITS`.
         distance: of the halves of a block.
     """
     blocks = len(stored)
-    is_mx = kind == "mxfp4"
-    scale_bytes = OUTPUTS * groups * (1 if is_mx else 4)
-    zero_bytes = 2 * OUTPUTS * groups if has_zeros else 0
+    scale_bytes = OUTPUTS * (groups if kind == MXFP4 else 4 if kind == NVFP4 else 4 * groups)
+    zero_bytes = OUTPUTS * groups * (2 * has_zeros + (kind == NVFP4))
     level_bytes = OUTPUTS * columns * _BITS_OF[kind] // 8
     head, zeros, words = stored.split([scale_bytes, zero_bytes, level_bytes], 1)
-    if is_mx:
-        scales = (head.int() << 23).view(torch.float32)
-    else:
-        scales = head.contiguous().view(torch.float32)
+    is_mx = kind == MXFP4
+    scales = byte_scales.decode(head, kind) if is_mx else head.contiguous().view(torch.float32)
     scales = scales.view(blocks, -1, OUTPUTS).transpose(1, 2).reshape(blocks * OUTPUTS, -1)
+    if kind == NVFP4:
+        scales = torch.cat([scales / _FACTOR, _unpack_scales(zeros)], 1)
     levels, scales = (of_stored(x, distance) for x in (_unpack_levels(words, kind), scales))
     return levels, scales, of_stored(_unpack_zeros(zeros), distance) if has_zeros else None
 
@@ -179,6 +194,23 @@ def _unpack_zeros(stored: Tensor) -> Tensor:
     added = stored.contiguous().view(torch.bfloat16).view(len(stored), -1, 2, 8, 2)
     added = added.permute(0, 2, 4, 3, 1).reshape(len(stored) * OUTPUTS, -1).to(torch.int16)
     return -128 - added
+
+
+def _pack_scales(scales: Tensor) -> Tensor:
+    """Scales [blocks · 32, G] as bytes [blocks, tile, half, group of a span, g, r, span]."""
+    bits = (scales * _SCALE).bfloat16().view(torch.int16).int() - _SCALE_BITS
+    bytes_ = torch.where(scales == 0, 0, bits >> 4).to(torch.uint8)
+    # block, half, r, g, tile, span, group
+    parts = bytes_.view(-1, 2, 2, 8, scales.shape[1] // 4, 2, 2)
+    return parts.permute(0, 4, 1, 6, 3, 2, 5).contiguous()
+
+
+def _unpack_scales(stored: Tensor) -> Tensor:
+    """The scales [blocks · 32, G] float32 that `_pack_scales` was given."""
+    bits = stored.view(len(stored), -1, 2, 2, 8, 2, 2).permute(0, 2, 5, 4, 1, 6, 3)
+    bits = bits.reshape(len(stored) * OUTPUTS, -1).int()
+    found = (bits << 4 | _SCALE_BITS).to(torch.int16).view(torch.bfloat16).float()
+    return torch.where(bits == 0, 0, found / _SCALE)
 
 
 @functools.cache

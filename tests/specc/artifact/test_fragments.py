@@ -19,7 +19,7 @@ def test_blocks_hold_what_was_put_in(shape, layout) -> None:
     assert (stored.dtype, tuple(stored.shape)) == (torch.uint8, layout.stored_shape(shape))
     found = unpack(stored, shape, layout)
     if zeros is None:
-        zeros = torch.full_like(scales, layout.middle, dtype=torch.int16)
+        zeros = torch.full((shape[0], layout.num_groups(shape[1])), layout.middle).short()
     assert all(map(torch.equal, found, (levels, scales, zeros)))
     assert QuantizedLayout.named(layout.name) == layout
     assert layout.name.endswith("-fragments")
@@ -30,7 +30,7 @@ def test_blocks_hold_what_was_put_in(shape, layout) -> None:
 
 
 @pytest.mark.parametrize("distance", [32, 48, 96])
-@pytest.mark.parametrize("name", ["int4-g64-zeros", "int8", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4-g64-zeros", "int8", "mxfp4", "nvfp4"])
 def test_outputs_so_far_apart_share_a_block(name, distance) -> None:
     """What is stored is as if the weight's outputs had been in that order before."""
     plain = QuantizedLayout.named(f"{name}-fragments")
@@ -51,7 +51,7 @@ def test_outputs_so_far_apart_share_a_block(name, distance) -> None:
     own_zeros = None if zeros is None else zeros[order]
     assert stored.equal(pack(levels[order], scales[order], own_zeros, plain))
     if zeros is None:
-        zeros = torch.full_like(scales, layout.middle, dtype=torch.int16)
+        zeros = torch.full((shape[0], layout.num_groups(256)), layout.middle).short()
     assert all(map(torch.equal, unpack(stored, shape, layout), (levels, scales, zeros)))
     with pytest.raises(ValueError, match=f"no pairs {distance} apart of"):
         pack(levels.repeat(2, 1)[: 3 * distance], scales.repeat(2, 1)[: 3 * distance],
@@ -76,7 +76,7 @@ def level_of(halves: list[int], kind: str, register: int, which: int) -> int:
     r, h = register % 2, register // 2
     if kind == "int4":
         return halves[2 * (2 * span + c) + e] >> 4 * register & 15
-    if kind == "mxfp4":
+    if kind.endswith("fp4"):
         half = halves[2 * (2 * span + c) + e]
         own = [
             (half >> 6 & 7, half >> 15),
@@ -93,7 +93,7 @@ def level_of(halves: list[int], kind: str, register: int, which: int) -> int:
     return half & 15 | half >> 8 & 112 | half >> 4 & 128
 
 
-@pytest.mark.parametrize("kind", ["int4-g64", "mxfp4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int4-g64", "mxfp4", "nvfp4", "int8", "fp8"])
 def test_where_levels_lie(kind) -> None:
     """Every level of two blocks of several tiles, from its lane, register and half of a word."""
     layout = QuantizedLayout.named(kind).as_fragments
@@ -134,6 +134,28 @@ def test_where_scales_and_zeros_lie() -> None:
     assert exponents[5, 7] == scales[7, 5].log2() + 127
 
 
+def test_where_scales_of_nvfp4_lie() -> None:
+    """Of every group of two tiles: bits of bfloat16, in the word of its lanes."""
+    layout = QuantizedLayout.named("nvfp4-fragments")
+    levels, scales, _ = random_parts((40, 256), layout)
+    scales[3, 5] = 0
+    stored = pack(levels, scales, None, layout)
+    assert stored[1, :32].view(torch.float32)[:8].equal(1024 * scales[32:, 0])
+    bytes_ = stored[0, 128:640].view(4, 2, 2, 8, 2, 2).long()
+    for output in range(32):
+        half, r, g = output // 16, output // 8 % 2, output % 8
+        for group in range(16):
+            tile, span, of_span = group // 4, group // 2 % 2, group % 2
+            byte = int(bytes_[tile, half, of_span, g, r, span])
+            bits = torch.tensor(0x7000 | byte << 4).to(torch.int16).view(torch.bfloat16)
+            want = float(scales[output, 1 + group])
+            assert float(bits) == want * 2.0**116 if want else byte == 0
+    # a scale of 0 leaves no level, as no bits of a scale stand for 0
+    found = unpack(stored, levels.shape, layout)
+    assert bool((found[0][3, 64:80] == 0).all())
+    assert found[1].equal(scales)
+
+
 def test_every_zero_point_is_stored() -> None:
     layout = QuantizedLayout.named("int4-g64-zeros-fragments")
     zeros = torch.arange(129, dtype=torch.int16)[:, None].repeat(1, 4)
@@ -153,7 +175,7 @@ def test_what_has_no_fragments() -> None:
         with pytest.raises(ValueError, match=f"no fragments of {columns} columns"):
             pack(levels, torch.ones(1, layout.num_groups(columns)), None, layout.as_fragments)
     assert not QuantizedLayout.named("q4_k").has_fragments(256)
-    assert len(FRAGMENTS) == 10
+    assert len(FRAGMENTS) == 11
     for name in ("int8-zeros", "int8-g64", "fp8-g32"):
         assert not QuantizedLayout.named(name).has_fragments(256)
         with pytest.raises(ValueError, match="no fragments of 8 bits"):
