@@ -92,9 +92,9 @@ void write_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Ten
 Tensor rope_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
                   const Tensor& sin, const Tensor& k_cache, const Tensor& v_cache,
                   const Tensor& q_start, const Tensor& slot, const Tensor& block_table,
-                  bool mixes) {
+                  bool hadamard) {
   RopeWrite a{};
-  a.mixes = mixes;
+  a.hadamard = hadamard;
   check_heads(q, "q is [H, Nt, D], rows contiguous");
   a.write = write_of(k, v, k_cache, v_cache, q_start, slot, block_table, false);
   check(q.dtype == k.dtype && q.sizes[1] == a.write.num_tokens && q.sizes[2] == a.write.head_dim,

@@ -455,7 +455,7 @@ constexpr const char* kSchemas[] = {
     "specc::rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> Tensor",
     "specc::rope_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) "
         "k_cache, Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table, bool "
-        "mixes=False) -> Tensor",
+        "hadamard=False) -> Tensor",
     "specc::rope_write_latent(Tensor q, Tensor q_rest, Tensor latent, Tensor shared, Tensor "
         "cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q_start, Tensor slot, "
         "Tensor block_table, str pairs) -> Tensor",

@@ -84,7 +84,7 @@ struct RopeWrite {
   const void* sin;    // [Nt, R]
   int64_t sin_stride;
   void* out;          // [Nt, H, D]
-  bool mixes;         // rotated rows are multiplied as Hadamard has it
+  bool hadamard;         // rotated rows are multiplied as Hadamard has it
 };
 void rope_write(const RopeWrite& a, int num_threads);
 

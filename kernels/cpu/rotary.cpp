@@ -82,14 +82,14 @@ void rope_tokens(const RopeWrite& a, int64_t first, int64_t last) {
     for (int64_t h = 0; h < a.num_heads; ++h) {
       T* to = out + h * w.head_dim;
       rotate(q + h * a.q_head_stride, w.head_dim, a.rotated, cos, sin, to);
-      if (a.mixes) hadamard_row(to, w.head_dim, to);
+      if (a.hadamard) hadamard_row(to, w.head_dim, to);
     }
     if (b < 0) return;
     S* to = row_in_cache<S>(w, w.k_cache, w.k_block_stride, w.k_row_stride, b, t);
     const T* k = static_cast<const T*>(w.k) + t * w.k_token_stride;
     for (int64_t h = 0; h < w.num_kv_heads; ++h) {
       rotate(k + h * w.k_head_stride, w.head_dim, a.rotated, cos, sin, row.data());
-      if (a.mixes) hadamard_row(row.data(), w.head_dim, row.data());
+      if (a.hadamard) hadamard_row(row.data(), w.head_dim, row.data());
       store_kv(row.data(), w.head_dim, to + h * w.k_cache_head_stride);
     }
     write_values<T, S>(w, b, t);

@@ -52,7 +52,7 @@ def _rope_write_fake(q: Tensor, *args: object) -> Tensor:
 
 ROPE_WRITE = Operator(
     "rope_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache,"
-    " Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table, bool mixes=False)"
+    " Tensor(b!) v_cache, Tensor q_start, Tensor slot, Tensor block_table, bool hadamard=False)"
     " -> Tensor",
     reference=fused.rope_write_reference,
     fake=_rope_write_fake,

@@ -54,7 +54,7 @@ def rope_write_reference(
     q_start: Tensor,
     slot: Tensor,
     block_table: Tensor,
-    mixes: bool = False,
+    hadamard: bool = False,
 ) -> Tensor:
     """Rotate q and k by their positions and write k and v to the cache.
 
@@ -70,13 +70,13 @@ def rope_write_reference(
         q_start: [B + 1] int32, as of `tree_attention_reference`; so are the last two.
         slot: [Nt] int32; dead tokens are rotated and not written.
         block_table: [B, n] int32.
-        mixes: q and k are multiplied as of `hadamard_reference` once they are rotated.
+        hadamard: q and k are multiplied as of `hadamard_reference` once they are rotated.
     Returns:
         [H, Nt, D] rotated queries, laid out as [Nt, H, D].
     Source: rotary embedding of RoFormer, arXiv:2104.09864 §3, in the layout of GPT-NeoX.
     """
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    if mixes:
+    if hadamard:
         q, k = hadamard_reference(q), hadamard_reference(k)
     write_kv_reference(k, v, k_cache, v_cache, q_start, slot, block_table)
     return q.transpose(0, 1).contiguous().transpose(0, 1)

@@ -75,7 +75,7 @@ def _fuse(
         q, k = (side_by_side(moved(x, moves)) for x, moves in rows)
         gammas = (item["weight"] for item in given)
         v, *rest = (bound[x.name] for x in ops.rope_write._schema.arguments[2:-1])
-        assert not bound["mixes"], "rows that a device mixes, which this operator does not"
+        assert not bound["hadamard"], "no transform on this device"
         fused = emit_call(graph, ops.norm_rope_write, q, k, v, *gammas, eps, offset, *rest)
     fused.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
     replace(node, fused)

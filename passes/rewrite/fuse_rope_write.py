@@ -91,11 +91,11 @@ class FuseRopeWrite(Pass):
             with result.attempt(node.name):
                 if values_in_keys(node):
                     raise NoMatch("its cache holds latents")
-                operands = {name: _before_mixing(bound[name]) for name in ("q", "k")}
+                operands = {name: _before_hadamard(bound[name]) for name in ("q", "k")}
                 q, k = (_match(operand, name) for name, (operand, _) in operands.items())
-                mixes = {mixed for _, mixed in operands.values()}
-                if len(mixes) > 1:
-                    raise NoMatch("one of q and k is mixed")
+                hadamard = {found for _, found in operands.values()}
+                if len(hadamard) > 1:
+                    raise NoMatch("one of q and k is transformed")
                 if (q.cos, q.sin, q.is_shared) != (k.cos, k.sin, k.is_shared):
                     raise NoMatch("q and k are rotated by different tables")
                 cos, sin = (flat_table(table, q.is_shared, tables) for table in (q.cos, q.sin))
@@ -109,7 +109,7 @@ class FuseRopeWrite(Pass):
                         sin,
                         *(bound[name] for name in WRITE_INPUTS),
                         # graphs without it are what they were
-                        *([True] if mixes == {True} else []),
+                        *([True] if hadamard == {True} else []),
                     )
                 attend_to_caches(node, turned, bound)
         program.graph.eliminate_dead_code()
@@ -174,7 +174,7 @@ def attend_to_caches(node: fx.Node, q: fx.Node, bound: dict) -> None:
     replace(node, attended)
 
 
-def _before_mixing(operand: fx.Node) -> tuple[fx.Node, bool]:
+def _before_hadamard(operand: fx.Node) -> tuple[fx.Node, bool]:
     """What is multiplied by a Hadamard matrix, and whether it is."""
     if operand.target is not ops.hadamard or only_user(operand) is None:
         return operand, False

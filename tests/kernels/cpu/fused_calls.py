@@ -48,7 +48,7 @@ def _rope_write(rng: random.Random) -> Arguments:
     tables = torch.randn(tokens, 2 * rotated).to(rng.choice((torch.float32, torch.bfloat16)))
     kept = {name: made[name] for name in ("q", "k", "v", "k_cache", "v_cache", *_PLACES)}
     made = {**kept, "cos": tables[:, :rotated], "sin": tables[:, rotated:]}
-    return {**made, "mixes": rng.choice((False, True))}
+    return {**made, "hadamard": rng.choice((False, True))}
 
 
 def _hadamard(rng: random.Random) -> Arguments:

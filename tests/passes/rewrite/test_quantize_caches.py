@@ -19,10 +19,12 @@ from tests.passes.rewrite.test_absorb_latent import Latent
 from tests.passes.rewrite.test_expand_prompts import run
 
 
-def quantized(name: str, kind: str = INT8, mixes: bool = True) -> tuple[Program, torch.nn.Module]:
+def quantized(
+    name: str, kind: str = INT8, transforms: bool = True
+) -> tuple[Program, torch.nn.Module]:
     model = build_model(name)
     program, _ = compiled(model)
-    QuantizeCaches(kind, mixes).run(program)
+    QuantizeCaches(kind, transforms).run(program)
     assert caches_are_quantized(program)
     verify_tokenwise(program, "caches")
     return program, model
@@ -38,9 +40,9 @@ def test_queries_and_keys_are_mixed(name: str) -> None:
         assert [bound[x].target is ops.hadamard for x in ("q", "k", "v")] == [True, True, False]
 
 
-@pytest.mark.parametrize(("kind", "mixes"), [(FP8, True), (INT8, False)])
-def test_neither_fp8_nor_other_devices_mix(kind: str, mixes: bool) -> None:
-    program, _ = quantized("llama", kind, mixes)
+@pytest.mark.parametrize(("kind", "transforms"), [(FP8, True), (INT8, False)])
+def test_neither_fp8_nor_other_devices_mix(kind: str, transforms: bool) -> None:
+    program, _ = quantized("llama", kind, transforms)
     assert not program.calls(ops.hadamard)
 
 
@@ -60,5 +62,5 @@ def test_what_rotates_rows_mixes_them(name: str, apart: int) -> None:
     assert len(program.calls(ops.hadamard)) == apart * layers
     turned = program.calls(ops.rope_write)
     assert len(turned) == (0 if apart else layers)
-    assert all(bind_args(node)["mixes"] for node in turned)
+    assert all(bind_args(node)["hadamard"] for node in turned)
     assert_runs_alike(before, Runner(program, model), VOCAB)

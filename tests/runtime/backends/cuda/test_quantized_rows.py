@@ -70,7 +70,7 @@ def generate(engine: Engine | Path, plan: str, count: int, **loaded: Any) -> lis
 
 
 def plain(make: Any, family: str, kind: str, count: int) -> list[list[int]]:
-    """Of an engine for the CPU; of int8, whose keys that one mixes, of this graph there."""
+    """Of an engine for the CPU; of int8, whose keys that one transforms, of this graph there."""
     path = make(family, "eager" if kind == FP8 else "cuda", kv_cache_dtype=kind)
     return generate(path, "off", count, backend="eager")
 
