@@ -122,7 +122,7 @@ def write_nvfp4(weight: Tensor, is_inverse: bool) -> tuple[Tensor, Tensor, Tenso
             step = own.abs().max() / 6 / most
             scales[n, g] = step.clamp(2**-9, 448).to(torch.float8_e4m3fn)
             stored = scales[n, g].float()
-            scale = stored / common if is_inverse else stored * common
+            scale = stored * (1 / common if is_inverse else common)
             for k in range(16 * g, 16 * g + 16):
                 value = float(weight[n, k].abs() / scale)
                 code = int(np.argmin([abs(value - level) for level in E2M1]))

@@ -18,7 +18,6 @@ namespace {
 
 using quantized::kBlock;
 using quantized::kChunk;
-using quantized::kExponentsBytes;
 using quantized::kScalesBytes;
 using quantized::kZerosBytes;
 using quantized::parts_of;
@@ -61,15 +60,21 @@ struct RowDecoder {
       return;
     }
     const quantized::Layout layout(of);
-    const bool is_mx = quantized::is_mxfp4(of);
-    const int64_t header = is_mx ? kExponentsBytes : kScalesBytes + (of.has_zeros ? kZerosBytes : 0);
+    const bool is_mx = quantized::has_byte_scales(of);
+    const int64_t header = is_mx ? layout.chunk_header
+                                 : kScalesBytes + (of.has_zeros ? kZerosBytes : 0);
     const int64_t of_header = is_mx ? kChunk : of.group == 0 ? of.k : of.group;
+    const bool has_factors = quantized::is_nvfp4(of);
+    const float factor = has_factors ? read<float>(block + 4 * lane) : 1.0f;
+    if (has_factors) block += kScalesBytes;
     for (int64_t first = 0; first < of.k; first += of_header) {
       const int64_t columns = std::min(of_header, of.k - first);
       const uint8_t* units = block + header;
       if (is_mx) {
         each_level(layout, units, lane, columns, [&](int64_t column, int level) {
-          out[first + column] = kE2m1[level] * power_of_two(block[column / 32 * kBlock + lane]);
+          const uint8_t scale = block[column / of.group * kBlock + lane];
+          out[first + column] =
+              kE2m1[level] * (has_factors ? kE4m3[scale] * factor : power_of_two(scale));
         });
       } else {
         const auto scale = read<float>(block + 4 * lane);
@@ -107,7 +112,7 @@ struct RowDecoder {
   }
 };
 
-// Of a layout's name: `int8`, `int4-g64-zeros`, `fp8-g128`, `mxfp4`, `q4_k`; see
+// Of a layout's name: `int8`, `int4-g64-zeros`, `fp8-g128`, `mxfp4`, `nvfp4`, `q4_k`; see
 // specc/artifact/quantized_layout.py.
 RowDecoder decoder_of(std::string_view name, int64_t columns) {
   RowDecoder made;
@@ -120,10 +125,11 @@ RowDecoder decoder_of(std::string_view name, int64_t columns) {
   }
   const std::string_view kind = name.substr(0, name.find('-'));
   std::string_view rest = name.substr(kind.size());
-  made.of.is_float = kind == "fp8" || kind == "mxfp4";
-  made.of.bits = kind == "int4" || kind == "mxfp4" ? 4 : 8;
+  const bool is_e2m1 = kind == "mxfp4" || kind == "nvfp4";
+  made.of.is_float = kind == "fp8" || is_e2m1;
+  made.of.bits = kind == "int4" || is_e2m1 ? 4 : 8;
   check(made.of.is_float || kind == "int8" || kind == "int4", "no layout of weights has this name");
-  if (kind == "mxfp4") made.of.group = 32;
+  if (is_e2m1) made.of.group = kind == "mxfp4" ? 32 : 16;
   if (rest.starts_with("-g")) {
     const char* end = rest.data() + rest.size();
     const auto [stop, error] = std::from_chars(rest.data() + 2, end, made.of.group);

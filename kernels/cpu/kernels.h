@@ -106,7 +106,7 @@ struct LinearQ {
   int64_t bits;    // 8 or 4
   int64_t group;   // columns of a scale: 32, 64 or 128, or 0 of 8 bits: all
   bool has_zeros;  // groups have zero points of their own
-  bool is_float;   // e4m3 of 8 bits, mxfp4 of 4
+  bool is_float;   // e4m3 of 8 bits, mxfp4 or nvfp4 of 4
   int64_t row_bits;  // of the integers that x becomes: 8, 16 or, of float32, 24
   const void* bias;  // [N], or null
   void* y;

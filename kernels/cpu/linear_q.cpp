@@ -119,9 +119,10 @@ class Rows {
       std::fill_n(sums, count_ * kBlock, 0.0f);
       const uint8_t* w = a_.w + block * bytes;
       const uint8_t* scales = w;
+      const auto* factors = reinterpret_cast<const float*>(w);
       w += layout_.block_header;
       for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
-        ChunkOfBlock of_block{w, scales, nullptr, std::min(kChunk, a_.k - chunk * kChunk)};
+        ChunkOfBlock of_block{w, scales, factors, std::min(kChunk, a_.k - chunk * kChunk)};
         if (a_.format != nullptr) {
           const int64_t first = chunk * kChunk % kTogether;
           if (first == 0)
@@ -238,7 +239,7 @@ int64_t block_bytes(const LinearQ& a) {
   }
   const bool is_group = a.group == 32 || a.group == 64 || a.group == 128;
   const bool is_8 = a.bits == 8 && (a.group == 0 || is_group);
-  const bool is_4 = a.bits == 4 && (a.is_float ? a.group == 32 : is_group);
+  const bool is_4 = a.bits == 4 && (a.is_float ? a.group == 32 || is_nvfp4(a) : is_group);
   if (!(is_8 || is_4) || (a.is_float && a.has_zeros))
     throw std::runtime_error("specc: no kernel for weights of this many bits and columns a group");
   const Layout layout(a);

@@ -13,10 +13,9 @@ namespace specc::quantized {
 constexpr int kBlock = kLinearBlock;
 constexpr int64_t kMaxRows = 32;  // rows of x for which w is read once
 constexpr int64_t kChunk = 128;   // columns: one group of 128, four of 32
-constexpr int64_t kMostGroups = kChunk / 16, kMostExponents = kChunk / 32;
+constexpr int64_t kMostGroups = kChunk / 16;
 constexpr int64_t kRowGroup = 32;  // least columns of a row that share a factor
 constexpr int64_t kScalesBytes = 4 * kBlock, kZerosBytes = 2 * kBlock;
-constexpr int64_t kExponentsBytes = kMostExponents * kBlock;
 constexpr int64_t kAheadBytes = 4096;   // covers memory's latency at a thread's bandwidth
 constexpr int64_t kInt8AheadBytes = 8192;
 constexpr int64_t kSerialWork = 65536;  // products that cost less than waking a second thread
@@ -24,10 +23,13 @@ constexpr int64_t kSerialWork = 65536;  // products that cost less than waking a
 inline int64_t parts_of(int64_t x, int64_t size) { return x / size + (x % size != 0); }
 
 inline bool is_fp8(const LinearQ& a) { return a.is_float && a.bits == 8; }
-inline bool is_mxfp4(const LinearQ& a) { return a.is_float && a.bits == 4; }
+// in e2m1: mxfp4, or nvfp4, whose outputs have factors besides
+inline bool has_byte_scales(const LinearQ& a) { return a.is_float && a.bits == 4; }
+inline bool is_nvfp4(const LinearQ& a) { return has_byte_scales(a) && a.group == 16; }
 
 // Bytes of headers, and of units of columns. Of the headers of a block, of its chunks and of its
-// groups only one kind is not empty; those of ggml's formats are none of them (linear_q_formats.h).
+// groups only one kind is not empty, but in nvfp4, where that of a block has factors; those of
+// ggml's formats are none of them (linear_q_formats.h).
 struct Layout {
   int64_t columns_of_unit, unit_bytes, group, group_header, chunk_header, block_header;
   int64_t next_scales;  // bytes from those of a group to those of the next, where no levels are between
@@ -46,10 +48,10 @@ struct Layout {
       : columns_of_unit(is_fp8(a) ? 2 : 32 / a.bits),
         unit_bytes(is_fp8(a) ? 2 * kBlock : 4 * kBlock),
         group(a.group == 0 ? kChunk : a.group),
-        group_header(a.group == 0 || is_mxfp4(a) ? 0 : scales(a)),
-        chunk_header(is_mxfp4(a) ? kExponentsBytes : 0),
-        block_header(a.group == 0 ? scales(a) : 0),
-        next_scales(is_mxfp4(a) ? kBlock : 0) {}
+        group_header(a.group == 0 || has_byte_scales(a) ? 0 : scales(a)),
+        chunk_header(has_byte_scales(a) ? kChunk / a.group * kBlock : 0),
+        block_header(a.group == 0 || is_nvfp4(a) ? scales(a) : 0),
+        next_scales(has_byte_scales(a) ? kBlock : 0) {}
 
   // of so many columns from the beginning of a chunk on, without its header
   int64_t bytes_of(int64_t columns) const {
@@ -64,7 +66,7 @@ struct Layout {
 struct ChunkOfBlock {
   const uint8_t* w;
   const uint8_t* scales;  // of the chunk's first group, where they do not lie before each group
-  const float* minima;    // [groups, 32]
+  const float* floats;    // minima [groups, 32], or of nvfp4 factors [32]
   int64_t columns;
 };
 

@@ -17,11 +17,11 @@ constexpr int64_t kChunkQuads = kChunk / 4;
 constexpr int64_t kUnitBytes = 4 * kBlock;
 
 // What levels are: integers, or codes of integers that a table has: values of e2m1 times 2, whose
-// scales are exponents of e8m0, or those of iq4_nl and iq4_xs.
-enum Kind { kInt8, kInt4, kMxfp4, kIq4 };
-constexpr int kMiddles[] = {128, 8, 12, 127};
+// scales are exponents of e8m0, or e4m3 times a factor, or those of iq4_nl and iq4_xs.
+enum Kind { kInt8, kInt4, kMxfp4, kNvfp4, kIq4 };
+constexpr int kMiddles[] = {128, 8, 12, 12, 127};
 template <Kind kind>
-constexpr const uint8_t* kTable = kind == kMxfp4 ? kTwiceE2m1 : kIq4Levels;
+constexpr const uint8_t* kTable = kind == kIq4 ? kIq4Levels : kTwiceE2m1;
 // What stands for 0: the same level everywhere, one for each group, or none, and a group has a
 // number that is taken off.
 enum class Offset { kMiddle, kZeros, kMinima };
@@ -34,9 +34,11 @@ struct GroupOfRow {
 };
 
 template <class P, Kind kind>
-typename P::Float load_scales(const uint8_t* scales, int output) {
+typename P::Float load_scales(const uint8_t* scales, const float* factors, int output) {
   if constexpr (kind == kMxfp4)
     return P::load_exponents(scales + output) * P::splat(0.5f);
+  else if constexpr (kind == kNvfp4)
+    return P::load_e4m3(scales + output) * P::load_floats(factors + output) * P::splat(0.5f);
   else
     return P::load_floats(scales + output * 4);
 }
@@ -61,7 +63,7 @@ void multiply_chunk(const Layout& layout, const ChunkOfBlock& chunk, const int32
     }
     const uint8_t* w = chunk.w;
     const uint8_t* scales = chunk.scales;
-    const float* minima = chunk.minima;
+    const float* floats = chunk.floats;
     const int32_t* of_group = x;
     const GroupOfRow* group = of_row;
     for (int64_t column = 0; column < chunk.columns; column += layout.group, ++group) {
@@ -113,7 +115,7 @@ void multiply_chunk(const Layout& layout, const ChunkOfBlock& chunk, const int32
       }
 #pragma GCC unroll 2
       for (int v = 0; v < P::kAtOnce; ++v) {
-        const auto scale = load_scales<P, kind>(scales, (first + v) * P::kLanes);
+        const auto scale = load_scales<P, kind>(scales, floats, (first + v) * P::kLanes);
 #pragma GCC unroll 6
         for (int m = 0; m < rows; ++m) {
           auto sum = P::to_float(P::high(acc[m][v]));
@@ -122,7 +124,7 @@ void multiply_chunk(const Layout& layout, const ChunkOfBlock& chunk, const int32
           float* of_row = sums + m * kBlock + (first + v) * P::kLanes;
           auto next = (kKeeps ? total[m][v] : P::load_floats(of_row)) + sum * factor;
           if constexpr (offset == Offset::kMinima)
-            next = next - P::load_floats(minima + (first + v) * P::kLanes) *
+            next = next - P::load_floats(floats + (first + v) * P::kLanes) *
                               P::splat(group[m * kMostGroups].sum);
           if constexpr (kKeeps)
             total[m][v] = next;
@@ -132,7 +134,7 @@ void multiply_chunk(const Layout& layout, const ChunkOfBlock& chunk, const int32
       }
       w += layout.group_header + units * kUnitBytes;
       scales += layout.next_scales;
-      if constexpr (offset == Offset::kMinima) minima += kBlock;
+      if constexpr (offset == Offset::kMinima) floats += kBlock;
       of_group += layout.group / 4 * P::kInts;
     }
     if constexpr (kKeeps) {
@@ -173,6 +175,7 @@ MultiplyChunk select(const LinearQ& a, int64_t rows) {
                ? select<P, bits, kInt8, kMiddle, Ahead::kNowhere>(rows, heights)
                : select<P, bits, kInt8, kMiddle, of_4>(rows, heights);
   }
+  if (is_nvfp4(a)) return select<P, bits, kNvfp4, kMiddle, of_4>(rows, heights);
   if (a.is_float) return select<P, bits, kMxfp4, kMiddle, of_4>(rows, heights);
   if (a.bits == 8 && a.has_zeros) return select<P, bits, kInt8, kZeros, ahead>(rows, heights);
   if (a.bits == 8) return select<P, bits, kInt8, kMiddle, ahead>(rows, heights);

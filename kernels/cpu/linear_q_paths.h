@@ -117,6 +117,11 @@ struct VnniPath {
     const Int bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(bytes, 23));
   }
+  // of codes without sign, whose bits half precision has, 8 powers of two below
+  static Float load_e4m3(const uint8_t* p) {
+    const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_slli_epi16(words, 7)), splat(256.0f));
+  }
   static Float to_float(Int x) { return _mm512_cvtepi32_ps(x); }
   static Float splat(float x) { return _mm512_set1_ps(x); }
   static Float load_floats(const void* p) { return _mm512_loadu_ps(p); }
@@ -190,6 +195,14 @@ struct WordsPath {
   static Float load_exponents(const uint8_t* p) {
     const Int bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(bytes, 23));
+  }
+  // of codes without sign; the first 8 are subnormal
+  static Float load_e4m3(const uint8_t* p) {
+    const Int codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const Int normal = _mm256_add_epi32(_mm256_slli_epi32(codes, 20), splat(120 << 23));
+    const Float small = _mm256_mul_ps(_mm256_cvtepi32_ps(codes), splat(0x1p-9f));
+    const Int is_small = _mm256_cmpgt_epi32(splat(8), codes);
+    return _mm256_blendv_ps(_mm256_castsi256_ps(normal), small, _mm256_castsi256_ps(is_small));
   }
   static Float to_float(Int x) { return _mm256_cvtepi32_ps(x); }
   static Float splat(float x) { return _mm256_set1_ps(x); }
@@ -270,6 +283,13 @@ struct PortablePath {
     Int exponents;
     for (int i = 0; i < kLanes; ++i) exponents[i] = static_cast<uint32_t>(p[i]) << 23;
     return reinterpret_cast<Float>(exponents);
+  }
+  // of codes without sign; the first 8 are subnormal
+  static Float load_e4m3(const uint8_t* p) {
+    Int codes;
+    for (int i = 0; i < kLanes; ++i) codes[i] = p[i];
+    const Float small = to_float(codes) * 0x1p-9f;
+    return codes < 8 ? small : reinterpret_cast<Float>((codes << 20) + (120u << 23));
   }
   static Float to_float(Int x) {
     return __builtin_convertvector(reinterpret_cast<vec::Int>(x), Float);

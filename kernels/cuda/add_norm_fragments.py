@@ -20,14 +20,14 @@ from specc.kernels.cuda.attend_config import machine
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.few_rows import check_norm, in_rows, normed_tile_for, unforced
 from specc.kernels.cuda.few_rows_tiles import (
+    FRAGMENT_LAYOUTS,
     NORMED_COLUMNS,
-    NORMED_LAYOUTS,
     Tile,
     all_normed_tiles,
     resident,
 )
 from specc.kernels.cuda.linear_q import check_operands, linear_q
-from specc.kernels.cuda.linear_q_fragments import DTYPE, decoding, scale_type, scales_of
+from specc.kernels.cuda.linear_q_fragments import DTYPE, decoding
 from specc.kernels.cuda.rms_norm import add_rms_norm
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import check
@@ -68,7 +68,7 @@ def by_fragments(
     if x.numel():
         rows = in_rows(x)
         add_norm_fragments_kernel[(num_programs(tile, size, x.device),)](
-            rows, in_rows(residual), gamma, weight.view(torch.int32), scales_of(weight, layout),
+            rows, in_rows(residual), gamma, weight.view(torch.int32), weight.view(torch.float32),
             rows if bias is None else bias, out, total,
             rows.shape[0], size, 0 if bias is None else size, _number(activation),
             rows.shape[1], float(eps), float(unit_offset),
@@ -136,7 +136,6 @@ def num_programs(tile: Tile, size: int, device: torch.device) -> int:
 
 def constexprs_of(layout: QuantizedLayout, tile: Tile) -> dict[str, Any]:
     return decoding(layout) | {
-        "GROUP": layout.group,
         "W": tile.num_warps,
         "BM": _ROWS,
         "BS": tile.block_m,
@@ -153,7 +152,7 @@ def _number(activation: str | None) -> int:
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile of every layout that has them, plain and gated."""
-    for name in NORMED_LAYOUTS:
+    for name in FRAGMENT_LAYOUTS:
         layout = QuantizedLayout.named(name)
         for tile in all_normed_tiles(layout.name, capability):
             for is_gated in (False, True):
@@ -164,7 +163,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
 def _shipped(layout: QuantizedLayout, tile: Tile, is_gated: bool) -> Shipped:
     names = ("x", "residual", "gamma", "bias", "out", "total")
     pointers = dict.fromkeys(names, f"*{TYPE_NAMES[DTYPE]}")
-    pointers |= {"weight": "*i32", "scales": scale_type(layout)}
+    pointers |= {"weight": "*i32", "scales": "*fp32"}
     integers = ("num_rows", "size", "bias_size", "activation", "K")
     return Shipped(
         name=f"{layout.name}-{tile_name(tile)}{'-gated' if is_gated else ''}",

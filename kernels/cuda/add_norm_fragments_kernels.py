@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from specc.kernels.cuda.act_and_mul import activated
 from specc.kernels.cuda.dependent import let_next_start, wait_alone
 from specc.kernels.cuda.linear_q_fragments_loop import (
-    MX_LEFT,
     PAIR,
     SPAN,
     WORDS,
@@ -188,8 +187,6 @@ def block_sums(
         o_row = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(0, A))), 1)
         b_first = b_first * gl.load(scales + (begin + o_row))
         b_second = b_second * gl.load(scales + (begin + 16 + o_row))
-    if KIND == "mxfp4":
-        b_first, b_second = b_first * MX_LEFT, b_second * MX_LEFT
     return b_first, b_second, held, turn, i_ahead, first_ahead
 
 
@@ -225,7 +222,7 @@ def add_norm_fragments_kernel(
     """norm(x + residual) times a weight of `size` outputs; or a gate and what it multiplies.
 
     x, residual and total [num_rows, K], BS rows at most; K is a multiple of the columns of U tiles
-    and no more than CHUNKS chunks. `weight` are words and `scales` float32, or bytes of mxfp4, of
+    and no more than CHUNKS chunks. `weight` are words and `scales` float32 of
     the same blocks. bias [bias_size] counts where it is not empty; out [num_rows, size], or, gated,
     [num_rows, size / 2]: then the halves of a block are size / 2 outputs apart, else 16.
     """

@@ -24,8 +24,8 @@ from specc.kernels.cuda.add_norm_fragments import (
 from specc.kernels.cuda.add_norm_rope_fragments_kernels import add_norm_rope_fragments_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.few_rows import in_rows, normed_tile_for
-from specc.kernels.cuda.few_rows_tiles import NORMED_LAYOUTS, all_normed_tiles
-from specc.kernels.cuda.linear_q_fragments import DTYPE, scale_type, scales_of
+from specc.kernels.cuda.few_rows_tiles import FRAGMENT_LAYOUTS, all_normed_tiles
+from specc.kernels.cuda.linear_q_fragments import DTYPE
 from specc.kernels.cuda.rope_write import rope_write
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
@@ -69,7 +69,7 @@ def add_norm_rope_write(
         rows, (num_blocks, block_size) = in_rows(x), k_cache.shape[:2]
         num_seqs, num_pages = block_table.shape
         add_norm_rope_fragments_kernel[(num_programs(tile, size, x.device),)](
-            rows, in_rows(residual), gamma, weight.view(torch.int32), scales_of(weight, order),
+            rows, in_rows(residual), gamma, weight.view(torch.int32), weight.view(torch.float32),
             rows if bias is None else bias, cos, sin, *places, out, total,
             num_tokens, num_seqs, num_heads, kv_heads, num_blocks, num_pages, block_size,
             block_table.stride(0), 0 if bias is None else size, head_dim, rows.shape[1],
@@ -87,10 +87,10 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """Every tile of every layout that has them."""
     names = ("x", "residual", "gamma", "bias", "cos", "sin", "k_cache", "v_cache", "out", "total")
     places = ("q_start", "slot", "block_table")
-    for name in NORMED_LAYOUTS:
+    for name in FRAGMENT_LAYOUTS:
         layout = QuantizedLayout.named(name)
         pointers = dict.fromkeys(names, f"*{TYPE_NAMES[DTYPE]}") | dict.fromkeys(places, "*i32")
-        pointers |= {"weight": "*i32", "scales": scale_type(layout)}
+        pointers |= {"weight": "*i32", "scales": "*fp32"}
         integers = (*plain.COUNTS, "bias_size", "D", "K", *plain.STRIDES)
         for tile in all_normed_tiles(layout.name, capability):
             item = Shipped(

@@ -76,8 +76,8 @@ class ExpertTile:
         sizes = {"BT": FEW_CHOSEN, "BE": BLOCK_EXPERTS, "BM": self.block_m, "BN": self.block_n}
         if layout is None:
             return sizes | {"BK": self.block_k} | _OF_FLOATS
-        # of mxfp4 values times scales are exact, but in float16
-        is_exact = layout.kind == "mxfp4" and dtype != torch.float16
+        # of e2m1 values times scales are exact, but of mxfp4 in float16
+        is_exact = layout.has_factors or (layout.has_byte_scales and dtype != torch.float16)
         columns = self.block_k if is_exact else min(self.block_k, layout.group or self.block_k)
         parts = {"BK": columns, "PARTS": self.block_k // columns}
         return sizes | format_of(layout) | {"WIDTH": width_of(layout)} | parts
@@ -88,7 +88,7 @@ class ExpertTile:
         return (num_pairs - num_chosen) // self.block_m + num_chosen
 
 
-_OF_FLOATS = {"BITS": 0, "IS_FLOAT": False, "UNIT": 0, "HEADER": 0, "WIDTH": 0, "PARTS": 1}
+_OF_FLOATS = {"KIND": "", "IN_FRAGMENTS": False, "WIDTH": 0, "PARTS": 1}
 # of few tokens, and of more; a step of gate and up has two blocks of a matrix
 _HALF_GATE_UP = (ExpertTile(FEW_TOKENS, 32, 128, 4, 4), ExpertTile(64, 64, 64, 4, 3))
 _HALF_DOWN = (ExpertTile(FEW_TOKENS, 32, 128, 4, 5), ExpertTile(64, 128, 64, 4, 3))
@@ -295,9 +295,11 @@ def shipped(capability: int) -> Iterator[Shipped]:
 
 
 # layouts with configurations, of other types than bfloat16 the last; others are compiled when met
-QUANTIZED = ("int8", "int4-g128", "int4-g32-zeros", "fp8-g128", "mxfp4")
+QUANTIZED = ("int8", "int4-g128", "int4-g32-zeros", "fp8-g128", "nvfp4", "mxfp4")
 # of many tokens, and bfloat16
-FRAGMENTS = tuple(f"{name}-fragments" for name in ("int8", "int4-g128", "fp8-g128", "mxfp4"))
+FRAGMENTS = tuple(
+    f"{name}-fragments" for name in ("int8", "int4-g128", "fp8-g128", "nvfp4", "mxfp4")
+)
 
 
 def _names(dtype: torch.dtype, is_few: bool) -> tuple[str, ...]:

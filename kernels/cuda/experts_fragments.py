@@ -21,13 +21,11 @@ from specc.kernels.cuda.experts_fragments_kernels import (
     experts_fragments_down_kernel,
     experts_fragments_gate_up_kernel,
 )
-from specc.kernels.cuda.few_rows_tiles import NORMED_LAYOUTS
-from specc.kernels.cuda.linear_q_fragments import DTYPE, decoding, scale_type, scales_of
+from specc.kernels.cuda.few_rows_tiles import FRAGMENT_LAYOUTS
+from specc.kernels.cuda.linear_q_fragments import DTYPE, decoding
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
 
-# with configurations; others are compiled when met
-LAYOUTS = ("mxfp4-fragments", *NORMED_LAYOUTS)
 # columns of an instruction's rows, of all tokens of a launch
 ROWS = (8, 16)
 # experts of a token, at most
@@ -51,7 +49,8 @@ def gate_up(
     num_tokens, top_k = ids.shape
     out = x.new_empty(ids.numel(), size)
     experts_fragments_gate_up_kernel[(ids.numel(), size // HALF)](
-        x, ids, stack.view(torch.int32), scales_of(stack, layout), x if bias is None else bias, out,
+        x, ids, stack.view(torch.int32), stack.view(torch.float32),
+        x if bias is None else bias, out,
         ids.numel(), num_experts, top_k, 0 if bias is None else 2 * size,
         (*ACTIVATIONS, CLAMPED).index(activation), size, x.shape[1],
         **_options(layout, num_tokens),
@@ -74,7 +73,7 @@ def down(
     (num_tokens, top_k), size = ids.shape, out.shape[1]
     found = inner.new_empty(ids.numel(), size, dtype=torch.float32)
     experts_fragments_down_kernel[(ids.numel(), size // BLOCK)](
-        inner, ids, stack.view(torch.int32), scales_of(stack, layout),
+        inner, ids, stack.view(torch.int32), stack.view(torch.float32),
         inner if bias is None else bias, found, weights, out, arrived,
         ids.numel(), num_experts, top_k, 0 if bias is None else size, size, inner.shape[1],
         **_options(layout, num_tokens),
@@ -94,6 +93,8 @@ def _options(layout: QuantizedLayout, num_tokens: int) -> dict[str, Any]:
 
 def _registers(layout: QuantizedLayout, rows: int) -> int:
     """Of a thread: ptxas of itself makes one program more of a multiprocessor fit, and spills."""
+    if layout.name.startswith("int4-g32"):
+        return 168 if rows == ROWS[0] else 232
     if rows == ROWS[0]:
         return 128
     return 200 if layout.has_zeros else 168
@@ -101,12 +102,12 @@ def _registers(layout: QuantizedLayout, rows: int) -> int:
 
 def _constexprs(layout: QuantizedLayout, rows: int) -> dict[str, Any]:
     sizes = {"W": _WARPS, "BM": rows, "BT": CHOSEN, "U": _TILES, "RING": _RING}
-    return decoding(layout) | {"GROUP": layout.group} | sizes
+    return decoding(layout) | sizes
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Both products of these layouts; the same for all capabilities."""
-    for name, rows, is_down in itertools.product(LAYOUTS, ROWS, (False, True)):
+    for name, rows, is_down in itertools.product(FRAGMENT_LAYOUTS, ROWS, (False, True)):
         item = _product(QuantizedLayout.named(name), rows, is_down)
         yield from with_dependent(item, capability, DTYPE)
 
@@ -115,7 +116,7 @@ def _product(layout: QuantizedLayout, rows: int, is_down: bool) -> Shipped:
     pointers = dict.fromkeys(("x", "bias", "out"), f"*{TYPE_NAMES[DTYPE]}")
     if is_down:
         pointers |= {"found": "*fp32", "weights": "*fp32", "arrived": "*i32"}
-    pointers |= {"ids": "*i64", "levels": "*i32", "scales": scale_type(layout)}
+    pointers |= {"ids": "*i64", "levels": "*i32", "scales": "*fp32"}
     own = () if is_down else ("activation",)
     integers = ("num_pairs", "num_experts", "top_k", "bias_size", *own, "size", "K")
     return Shipped(

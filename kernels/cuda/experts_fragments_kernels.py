@@ -16,7 +16,6 @@ from specc.kernels.cuda.act_and_mul import activated, clamped
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.dependent import let_next_start, wait_alone
 from specc.kernels.cuda.linear_q_fragments_loop import (
-    MX_LEFT,
     PAIR,
     SPAN,
     all_steps,
@@ -80,8 +79,6 @@ def _sums(
         o_row = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(0, A))), 1)
         b_first = b_first * gl.load(scales + (begin + o_row))
         b_second = b_second * gl.load(scales + (begin + 16 + o_row))
-    if KIND == "mxfp4":
-        b_first, b_second = b_first * MX_LEFT, b_second * MX_LEFT
     return b_first, b_second
 
 
@@ -121,7 +118,7 @@ def experts_fragments_gate_up_kernel(
 ):
     """Rows of pairs, `out` [pairs, size], of x [tokens, K]: 16 outputs of a gate's block.
 
-    `levels` are words and `scales` float32, or bytes of mxfp4, of the same blocks. bias
+    `levels` are words and `scales` float32 of the same blocks. bias
     [experts, bias_size] counts where it is not empty. `activation` is a number of `activated`, or
     CLAMPED, of which outputs of a matrix take turns.
     """

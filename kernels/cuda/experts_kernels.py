@@ -54,10 +54,8 @@ def experts_gate_up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    UNIT: tl.constexpr,
-    HEADER: tl.constexpr,
+    KIND: tl.constexpr,
+    IN_FRAGMENTS: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     scales=None,
@@ -85,14 +83,14 @@ def experts_gate_up_kernel(
     else:
         o_row = tl.interleave(o_in, o_in + size)
     o_stored = o_row
-    if BITS > 0 and HEADER == 0:
+    if IN_FRAGMENTS:
         # of fragments: both halves of a block
         o_gate = o_in // 16 * 32 + o_in % 16
         o_stored = tl.interleave(o_gate, o_gate + 16)
     o_token = tl.maximum(b_pair, 0) // top_k
     b_both = _product(
         x, o_token, b_pair >= 0, levels, scales, zeros, expert, o_stored, 2 * size, K, K,
-        BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, 2 * BN, BK, PARTS,
+        KIND, IN_FRAGMENTS, WIDTH, BM, 2 * BN, BK, PARTS,
     )  # fmt: skip
     let_next_start(IS_DEPENDENT)
     if bias is not None:
@@ -129,10 +127,8 @@ def experts_down_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    UNIT: tl.constexpr,
-    HEADER: tl.constexpr,
+    KIND: tl.constexpr,
+    IN_FRAGMENTS: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     scales=None,
@@ -157,7 +153,7 @@ def experts_down_kernel(
             expert = tl.where(is_shared, 0, expert)
         b_out = _product(
             x, tl.maximum(b_pair, 0), b_pair >= 0, levels, scales, zeros, expert, o_row, size, K,
-            stride, BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, BN, BK, PARTS,
+            stride, KIND, IN_FRAGMENTS, WIDTH, BM, BN, BK, PARTS,
         )  # fmt: skip
         if bias is not None:
             b_out += tl.load(bias + expert * size + o_row)[None, :].to(tl.float32)
@@ -176,20 +172,20 @@ def experts_down_kernel(
 @triton.jit
 def _product(
     x, o_x, m_x, levels, scales, zeros, expert, o_row, num_rows, K, stride,
-    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr,
+    KIND: tl.constexpr, IN_FRAGMENTS: tl.constexpr,
     WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """Rows o_x [BM], where m_x, times rows o_row [BN] of an expert's matrix: [BM, BN] float32.
 
-    Where BITS is 0, `levels` are floats [E, num_rows, K], rows `stride` apart.
+    Where KIND is empty, `levels` are floats [E, num_rows, K], rows `stride` apart.
     """
     o_x = o_x.to(tl.int64)
-    if BITS > 0:
+    if KIND != "":
         i_b = expert * ((num_rows + BLOCK - 1) // BLOCK) + o_row // BLOCK
         return quantized_product(
             x, o_x, m_x[:, None], levels, scales, zeros, i_b, o_row % BLOCK, K,
-            BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, BN, BK, PARTS,
+            KIND, IN_FRAGMENTS, WIDTH, BM, BN, BK, PARTS,
         )  # fmt: skip
     else:
         o_k = tl.arange(0, BK)

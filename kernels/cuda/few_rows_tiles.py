@@ -167,6 +167,7 @@ MAX_SPLITS = max(tile.splits for tiles in LINEAR_TILES.values() for tile in tile
 
 # of quantized weights: rows of one launch, and layouts that have kernels; others are decoded
 MAX_QUANTIZED_ROWS = 64
+FOUR_BITS = ("int4", "mxfp4", "nvfp4")
 QUANTIZED = (
     "int8", "int8-zeros", "fp8", "fp8-g128", "mxfp4",
     *(
@@ -175,6 +176,7 @@ QUANTIZED = (
         for group in (32, 64, 128)
         for zeros in ("", "-zeros")
     ),
+    "nvfp4",
 )  # fmt: skip
 # the first is for blocks of the weight that are many, the second where they are not
 _QUANTIZED_TILES = {
@@ -196,7 +198,7 @@ _MANY_TILES = {
 FRAGMENT_LAYOUTS = tuple(
     f"{layout}-fragments"
     for layout in QUANTIZED
-    if layout in ("int8", "fp8", "fp8-g128", "mxfp4") or layout.startswith("int4")
+    if layout in ("int8", "fp8", "fp8-g128") or layout.startswith(FOUR_BITS)
 )
 _WIDE_ROWS = Tile(16, 256, 8, 4, form=FRAGMENTS, block_m=32)
 _NO_RING = Tile(16, 256, 8, 2, form=FRAGMENTS, block_m=8)
@@ -212,19 +214,14 @@ _FRAGMENT_TILES = {
 
 def fragment_tiles(layout: str) -> tuple[Tile, ...]:
     """All of a layout: a warp has as many bytes of a step, whatever a level has."""
-    if layout == "int4-g32-fragments":
-        return _NO_RING, _WIDE_ROWS
-    first, *others = _FRAGMENT_TILES[4 if layout.startswith(("int4", "mxfp4")) else 8]
+    first, *others = _FRAGMENT_TILES[4 if layout.startswith(FOUR_BITS) else 8]
     # zero points of groups that are one span take more
-    return (replace(first, registers=None) if "-g32-" in layout else first, *others)
+    return (replace(first, registers=168) if "-g32-" in layout else first, *others)
 
 
 # with a norm in front: of a row, or of eight, that are in shared memory, beside a ring where that
-# fits. More columns, and layouts that are rare, are separate kernels
+# fits. More columns are separate kernels
 NORMED_COLUMNS = 2048
-NORMED_LAYOUTS = tuple(
-    name for name in FRAGMENT_LAYOUTS if not name.startswith(("mxfp4", "int4-g32"))
-)
 _ONE = Tile(32, 256, 8, 3, form=FRAGMENTS, block_m=1, columns=6144, shared=112 << 10, registers=128)
 _EIGHT = replace(_ONE, block_m=8, shared=196 << 10, registers=200)
 _NORMED_TILES = (
@@ -238,12 +235,12 @@ _NORMED_TILES = (
 
 def all_normed_tiles(layout: str, capability: int) -> tuple[Tile, ...]:
     """Of products with a norm in front: the first that a device has room for, by rows."""
-    if layout not in NORMED_LAYOUTS:
+    if layout not in FRAGMENT_LAYOUTS:
         return ()
     fitting = [tile for tile in _NORMED_TILES if tile.fits(capability)]
     first = {tile.block_m: tile for tile in reversed(fitting)}
-    columns = 256 if layout.startswith("int4") else 128
-    if layout.startswith("int4-g64"):
+    columns = 256 if layout.startswith(FOUR_BITS) else 128
+    if layout.startswith(("int4-g32", "int4-g64")):
         first[1] = replace(first[1], registers=168)
     return tuple(replace(first[rows], block_k=columns) for rows in sorted(first))
 

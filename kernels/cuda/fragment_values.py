@@ -11,20 +11,36 @@ import triton
 import triton.language as tl
 
 OUTPUTS: tl.constexpr = tl.constexpr(32)
+# columns of a tile of 4 bits
+TILE: tl.constexpr = tl.constexpr(64)
+# what factors of nvfp4 are times, where they multiply bits as they lie
+FACTORS_TIMES: tl.constexpr = tl.constexpr(2.0**10)
+
+
+@triton.constexpr_function
+def bits_of(kind: str) -> int:
+    return 4 if kind in ("int4", "mxfp4", "nvfp4") else 8
+
+
+@triton.constexpr_function
+def group_of_e2m1(kind: str) -> int:
+    """Columns of a scale that is a byte; 0 of other kinds."""
+    return {"mxfp4": 32, "nvfp4": 16}.get(kind, 0)
 
 
 @triton.jit
 def fragment_values(
     words, zeros, i_b, o_lane, k, K, width,
-    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Columns k … k + BK - 1 of outputs o_lane [BN] of blocks i_b: u - z, or v, [BK, BN] float32.
 
     `words` are int32, `zeros` the same memory in int16, or None where all are the middle; where
     there are some, columns are of one group.
     """
+    BITS: tl.constexpr = bits_of(KIND)
     COLUMNS: tl.constexpr = 16 // BITS  # of a word
-    zero_words, head, block_words = _parts(zeros, K, width, BITS, IS_FLOAT)
+    zero_words, head, block_words = _parts(zeros, K, width, KIND)
     o_half, o_r, o_g = o_lane // 16, o_lane // 8 % 2, o_lane % 8
     o_k = k + tl.arange(0, BK // COLUMNS)[:, None] * COLUMNS
     o_word = ((o_k * BITS // 256 * 2 + o_half[None, :]) * 8 + o_g[None, :]) * 16 + o_k // 8 % 4 * 4
@@ -39,17 +55,17 @@ def fragment_values(
     o_half = o_c % 2 * 16
     if BITS == 4:
         o_i = o_r[None, None, :] + o_c // 2 * 2
-        if IS_FLOAT:
+        if KIND == "int4":
+            b_value = (b_word >> (o_half + o_i * 4) & 15).to(tl.float32)
+        else:
             # to where bfloat16 has sign, exponent and mantissa; of the last but for its mantissa
             b_turn = tl.where(o_i == 3, 28, tl.where(o_i == 2, 6, tl.where(o_i == 1, 26, 0)))
             b_bits = _turned(b_word, o_half + b_turn) & tl.where(o_i == 3, 0x8180, 0x81C0)
             b_bits |= _turned(b_word, o_half + 4) & tl.where(o_i == 3, 0x0040, 0)
             b_value = _bfloat16(b_bits) * 2.0**126
-        else:
-            b_value = (b_word >> (o_half + o_i * 4) & 15).to(tl.float32)
     else:
         b_half = b_word >> o_half
-        if IS_FLOAT:
+        if KIND == "fp8":
             b_other = (b_half << 4 & 0x80F0) | (b_half >> 4 & 0x0700)
             b_bits = tl.where(o_r[None, None, :] == 0, b_half & 0x87F0, b_other)
             b_value = _bfloat16(b_bits) * 2.0**120
@@ -57,7 +73,7 @@ def fragment_values(
             b_level = b_half >> o_r[None, None, :] * 8 & 255
             b_value = (b_level ^ 128).to(tl.float32) - 128.0
     b_value = tl.reshape(b_value, [BK, BN])
-    if BITS == 4 and not IS_FLOAT:
+    if KIND == "int4":
         if zeros is None:
             b_value -= 8.0
         else:
@@ -69,33 +85,48 @@ def fragment_values(
 
 
 @triton.jit
-def fragment_scale(
-    scales, zeros, i_b, o_lane, k, K, width, BITS: tl.constexpr, IS_FLOAT: tl.constexpr
-):
+def fragment_scale(words, scales, zeros, i_b, o_lane, k, K, width, KIND: tl.constexpr):
     """Scales float32 of columns k of outputs: both of one shape, or of [n, 1] and [BN].
 
-    Of mxfp4 `scales` are bytes.
+    `scales` are the same memory as `words` in float32. Of nvfp4 without the factors of outputs.
     """
-    _, _, block_words = _parts(zeros, K, width, BITS, IS_FLOAT)
-    o_scale = k // width * OUTPUTS + o_lane
-    if IS_FLOAT and BITS == 4:
-        b_byte = tl.load(scales + i_b * block_words * 4 + o_scale, mask=k < K, other=0)
-        b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    before, _, block_words = _parts(zeros, K, width, KIND)
+    GROUP: tl.constexpr = group_of_e2m1(KIND)
+    if GROUP != 0:
+        o_half, o_r, o_g = o_lane // 16, o_lane // 8 % 2, o_lane % 8
+        o_word = (k // TILE * 2 + o_half) * (32 // GROUP) + k // GROUP % (32 // GROUP)
+        p_word = words + i_b * block_words + before + o_word * 8 + o_g
+        b_byte = tl.load(p_word, mask=k < K, other=0) >> (o_r * 2 + k // 32 % 2) * 8 & 255
+        if KIND == "nvfp4":
+            b_scale = _bfloat16((b_byte << 4) + 0x7000) * 2.0**-116
+        else:
+            b_scale = _bfloat16((b_byte << 7) + 0x3700) * 2.0**-110
     else:
+        o_scale = k // width * OUTPUTS + o_lane
         b_scale = tl.load(scales + i_b * block_words + o_scale, mask=k < K, other=0.0)
     return b_scale
 
 
 @triton.jit
-def _parts(zeros, K, width, BITS: tl.constexpr, IS_FLOAT: tl.constexpr):
-    """Words of a block before its zero points, and before its levels, and all of them."""
-    IS_MX: tl.constexpr = IS_FLOAT and BITS == 4
-    groups = K // width
-    before = groups * (OUTPUTS // 4 if IS_MX else OUTPUTS)
-    head = before
-    if zeros is not None:
-        head += groups * (OUTPUTS // 2)
-    return before, head, head + K * BITS
+def fragment_factors(scales, i_b, o_lane, K, KIND: tl.constexpr):
+    """What sums of outputs of nvfp4 are multiplied by, float32."""
+    _, _, block_words = _parts(None, K, K, KIND)
+    return tl.load(scales + i_b * block_words + o_lane) * (1.0 / FACTORS_TIMES)
+
+
+@triton.jit
+def _parts(zeros, K, width, KIND: tl.constexpr):
+    """Words of a block before its zero points or scales in bytes, before its levels, and all."""
+    GROUP: tl.constexpr = group_of_e2m1(KIND)
+    if GROUP != 0:
+        before = OUTPUTS
+        head = OUTPUTS + K // GROUP * (OUTPUTS // 4)
+    else:
+        before = K // width * OUTPUTS
+        head = before
+        if zeros is not None:
+            head += K // width * (OUTPUTS // 2)
+    return before, head, head + K * bits_of(KIND)
 
 
 @triton.jit

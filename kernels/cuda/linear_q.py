@@ -39,8 +39,8 @@ from specc.kernels.cuda.strided_rows import FLOATS, check
 NAME = "linear_q"
 # of a weight, as floats, at a time: the memory plan counts them
 DECODED_BYTES = facts_of("cuda").decoded_bytes
-# a program decodes so many columns, and so many of them in a row
-_DECODE_BLOCK, _DECODE_PARTS = 32, 4
+# columns that a program decodes, and most of them at a time
+_DECODED, _DECODE_BLOCK = 128, 32
 # columns of a step of the product, where groups are shorter
 _STEP = 128
 
@@ -179,21 +179,26 @@ def decoded(weight: Tensor, like: Tensor, first: int, size: int, layout: Quantiz
     """
     columns, blocks = like.shape[1], triton.cdiv(size, BLOCK)
     out = like.new_empty(size, columns)
-    grid = (blocks, triton.cdiv(columns, _DECODE_BLOCK * _DECODE_PARTS))
+    grid = (blocks, triton.cdiv(columns, _DECODED))
     linear_q_decode_kernel[grid](
         *parts_of(weight, layout), out, first, size, width_of(layout) or columns,
         min(layout.distance // HALF, blocks), columns,
-        **format_of(layout),
-        BK=_DECODE_BLOCK,
-        PARTS=_DECODE_PARTS,
+        **_decoding(layout),
         num_warps=4,
         num_stages=1,
     )  # fmt: skip
     return out
 
 
+def _decoding(layout: QuantizedLayout) -> dict[str, Any]:
+    columns = min(_DECODE_BLOCK, layout.group or _DECODE_BLOCK)
+    return format_of(layout) | {"BK": columns, "PARTS": _DECODED // columns}
+
+
 def _constexprs(layout: QuantizedLayout, tile: Tile, rows: int) -> dict[str, Any]:
-    columns = min(tile.block_k, layout.group or tile.block_k)
+    # of nvfp4 values times scales are exact whatever rows are
+    group = 0 if layout.has_factors else layout.group
+    columns = min(tile.block_k, group or tile.block_k)
     return format_of(layout) | {
         "WIDTH": width_of(layout),
         "BM": rows,
@@ -238,9 +243,9 @@ def shipped(capability: int) -> Iterator[Shipped]:
             for rows in (MAX_ROWS, 64):
                 for tile in quantized_tiles(name, dtype, rows):
                     yield _product(dtype, QuantizedLayout.named(name), tile, rows)
-        for name in ("int8", "int8-zeros", "int4-g32", "int4-g32-zeros", "fp8", "mxfp4"):
+        for name in ("int8", "int8-zeros", "int4-g32", "int4-g32-zeros", "fp8", "mxfp4", "nvfp4"):
             yield _decode(dtype, QuantizedLayout.named(name))
-    for name in ("int4-g32", "int4-g32-zeros", "mxfp4", "int8", "fp8"):
+    for name in ("int4-g32", "int4-g32-zeros", "mxfp4", "nvfp4", "int8", "fp8"):
         yield _decode(linear_q_fragments.DTYPE, QuantizedLayout.named(name).as_fragments)
 
 
@@ -267,9 +272,7 @@ def _decode(dtype: torch.dtype, layout: QuantizedLayout) -> Shipped:
         name=f"{kind}-decode-{name}",
         kernel=linear_q_decode_kernel,
         signature=pointers | dict.fromkeys(("first", "size", "width", "pairs", "K"), "i32"),
-        constexprs=absent_of(layout)
-        | format_of(layout)
-        | {"BK": _DECODE_BLOCK, "PARTS": _DECODE_PARTS},
+        constexprs=absent_of(layout) | _decoding(layout),
         num_warps=4,
         num_stages=1,
         divisible=(*pointers, "K"),

@@ -33,7 +33,7 @@ def multiply(
     # blocks of rows side by side: they read one block of the weight
     grid = (triton.cdiv(x.shape[0], tile.block_m), triton.cdiv(size, tile.block_n))
     linear_q_fragments_kernel[grid](
-        x, weight.view(torch.int32), scales_of(weight, layout), x if bias is None else bias, out,
+        x, weight.view(torch.int32), weight.view(torch.float32), x if bias is None else bias, out,
         x.shape[0], size, 0 if bias is None else size, layout.distance // HALF, x.shape[1],
         **_constexprs(layout, tile),
         num_warps=tile.num_warps,
@@ -43,19 +43,14 @@ def multiply(
     return out
 
 
-def scales_of(weight: Tensor, layout: QuantizedLayout) -> Tensor:
-    """A weight as its scales are read."""
-    return weight if layout.kind == "mxfp4" else weight.view(torch.float32)
-
-
 def decoding(layout: QuantizedLayout) -> dict[str, Any]:
-    """Constants that say how levels and zero points lie."""
-    return {"KIND": layout.kind, "HAS_ZEROS": layout.has_zeros}
+    """Constants that say how levels, scales and zero points lie; of scales in bytes no group."""
+    group = 0 if layout.has_byte_scales else layout.group
+    return {"KIND": layout.kind, "GROUP": group, "HAS_ZEROS": layout.has_zeros}
 
 
 def _constexprs(layout: QuantizedLayout, tile: Tile) -> dict[str, Any]:
     return decoding(layout) | {
-        "GROUP": layout.group,
         "W": tile.num_warps,
         "NB": tile.block_n // 16,
         "BM": tile.block_m,
@@ -74,7 +69,7 @@ def shipped(capability: int) -> Iterator[Shipped]:
 
 def _product(layout: QuantizedLayout, tile: Tile) -> Shipped:
     rows = dict.fromkeys(("x", "bias", "out"), f"*{TYPE_NAMES[DTYPE]}")
-    pointers = rows | {"weight": "*i32", "scales": scale_type(layout)}
+    pointers = rows | {"weight": "*i32", "scales": "*fp32"}
     return Shipped(
         name=f"{layout.name}-m{tile.block_m}-n{tile.block_n}-k{tile.block_k}-s{tile.num_stages}",
         kernel=linear_q_fragments_kernel,
@@ -85,7 +80,3 @@ def _product(layout: QuantizedLayout, tile: Tile) -> Shipped:
         max_registers=tile.registers,
         divisible=(*pointers, "K"),
     )
-
-
-def scale_type(layout: QuantizedLayout) -> str:
-    return "*u8" if layout.kind == "mxfp4" else "*fp32"

@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 
 from specc.kernels.cuda.dependent import let_next_start, wait_alone
 from specc.kernels.cuda.linear_q_fragments_loop import (
-    MX_LEFT,
     PAIR,
     SPAN,
     WORDS,
@@ -59,7 +58,7 @@ def linear_q_fragments_kernel(
 
     x [num_rows, K], bias [bias_size], which counts where it is not empty, out [num_rows, size]. The
     second half of a block has the outputs 16 · `pairs` after the first.
-    `weight` are words and `scales` float32, or bytes of mxfp4, of the same blocks. K is a multiple
+    `weight` are words and `scales` float32 of the same blocks. K is a multiple
     of the columns of U tiles. Words of a step are loaded one step ahead, or, with a RING, copied to
     shared memory RING - 1 steps ahead; what is asked for at first no step writes, so it is asked
     for before the wait.
@@ -97,8 +96,6 @@ def linear_q_fragments_kernel(
         o_n = (i_b // pairs * (2 * pairs) + i_b % pairs + (half + n) * pairs) * 16 + o_row
         if GROUP == 0:
             b_out = b_out * gl.load(scales + (begin + half * 16 + n * 16 + o_row))
-        if KIND == "mxfp4":
-            b_out = b_out * MX_LEFT
         b_out = b_out + gl.load(bias + o_n, mask=o_n < bias_size, other=0.0).to(gl.float32)
         m_out = (o_col < num_rows - first_row) & (o_n < size)
         p_out = out + first_row.to(gl.int64) * size + (o_col * size + o_n)

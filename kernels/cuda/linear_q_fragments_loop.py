@@ -10,14 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from specc.kernels.cuda.linear_q_unpack import operand_of
+from specc.kernels.cuda.linear_q_unpack import operand_of, scales_of_span
 
 # columns of a span: of two instructions
 SPAN = gl.constexpr(32)
-# what sums of mxfp4 have to be multiplied by, and so factors of bfloat16 lack; a word's halves with
-# the exponent 110 = 126 - 16, to which that of a scale is added
-MX_LEFT = gl.constexpr(2.0**16)
-_MX_FACTOR = gl.constexpr(110 * 0x00800080)
 # words of a tile of 16 outputs, and of both tiles of a block of 32
 WORDS = gl.constexpr(128)
 PAIR = gl.constexpr(256)
@@ -25,20 +21,31 @@ PAIR = gl.constexpr(256)
 
 @gluon.constexpr_function
 def spans_of_tile(kind: str) -> int:
-    return 2 if kind in ("int4", "mxfp4") else 1
+    return 2 if kind in ("int4", "mxfp4", "nvfp4") else 1
+
+
+@gluon.constexpr_function
+def scale_words(kind: str) -> int:
+    """Of 16 outputs and the columns of a tile, where scales are bytes."""
+    return {"mxfp4": 8, "nvfp4": 16}.get(kind, 0)
 
 
 @gluon.jit
 def parts_of_block(K, KIND: gl.constexpr, GROUP: gl.constexpr, HAS_ZEROS: gl.constexpr):
-    """Words of a block before its zero points, and before its tiles, and how many tiles it has."""
+    """Words of a block before its zero points, and before its tiles, and how many tiles it has.
+
+    GROUP is 0 where an output has one scale, or a factor; scales in bytes are where zero points
+    would be.
+    """
+    tiles = K // (spans_of_tile(KIND) * SPAN)
     groups = 1
     if GROUP != 0:
         groups = K // GROUP
-    zeros = groups * (8 if KIND == "mxfp4" else 32)
-    head = zeros
+    zeros = groups * 32
+    head = zeros + tiles * (2 * scale_words(KIND))
     if HAS_ZEROS:
         head = head + groups * 16
-    return zeros, head, K // (spans_of_tile(KIND) * SPAN)
+    return zeros, head, tiles
 
 
 @gluon.constexpr_function
@@ -116,46 +123,35 @@ def _shared_rows(span, W: gl.constexpr, BM: gl.constexpr, BS: gl.constexpr, LX: 
 
 
 @gluon.jit
-def _zeros_of(p_zero, b_words):
-    """What is added to rows 0 … 7 and 8 … 15: pairs like `b_words`, of a lane all the same."""
-    b_zero = gl.load(p_zero)  # [W, 32]
-    b_low = (b_zero & 0xFFFF) | (b_zero << 16)
-    b_high = ((b_zero >> 16) & 0xFFFF) | (b_zero & -0x10000)
-    return _for_words(b_low, b_words), _for_words(b_high, b_words)
-
-
-@gluon.jit
 def scales_of_block(
-    scales, p_zero, begin, half, KIND: gl.constexpr, W: gl.constexpr, A: gl.constexpr
+    scales, p_lane, begin, half, KIND: gl.constexpr, W: gl.constexpr, A: gl.constexpr
 ):
-    """Where scales of the first rows [1, 16, 1] of a half are, and zero points, or exponents of
-    mxfp4, of the first row of each lane [1, 32]; of a block from word `begin` on.
+    """Where scales, or factors, of the first rows [1, 16, 1] of a half are, and zero points, or
+    scales in bytes, of the first rows of each lane [1, 32]; of a block from word `begin` on.
     """
     o_r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, A)))
-    o_g = gl.arange(0, 32, gl.SliceLayout(0, lane_layout(W))) // 4
-    if KIND == "mxfp4":
-        return scales, scales + (begin * 4 + half * 16 + gl.expand_dims(o_g, 0))
-    else:
-        p_scale = scales + (begin + half * 16 + gl.expand_dims(gl.expand_dims(o_r, 0), 2))
-        return p_scale, p_zero + (begin + half * 8 + gl.expand_dims(o_g, 0))
-
-
-@gluon.jit
-def _factors_of(p_exponent, b_words):
-    """What codes of mxfp4 in rows 0 … 7 and 8 … 15 are multiplied by: pairs like `b_words`.
-
-    Two of bfloat16 by one product: a scale is that of its byte, 2^(e - 127), and codes lie where
-    they are values times 2^-126 (`linear_q_unpack`), less `MX_LEFT`.
-    """
-    b_low = gl.load(p_exponent).to(gl.int32) * 0x00800080 + _MX_FACTOR  # [W, 32]
-    b_high = gl.load(p_exponent + 8).to(gl.int32) * 0x00800080 + _MX_FACTOR
-    return _for_words(b_low, b_words), _for_words(b_high, b_words)
+    p_scale = scales + (begin + half * 16 + gl.expand_dims(gl.expand_dims(o_r, 0), 2))
+    o_lane = gl.arange(0, 32, gl.SliceLayout(0, lane_layout(W)))
+    o_word = o_lane // 4
+    if KIND == "nvfp4":
+        o_word = o_lane % 4 // 2 * 8 + o_word
+    of_half: gl.constexpr = max(8, scale_words(KIND))
+    return p_scale, p_lane + (begin + half * of_half + gl.expand_dims(o_word, 0))
 
 
 @gluon.jit
 def _for_words(b_lane, b_words):
+    """Like `b_words`, two words of each lane, what it has one of."""
     b_all = gl.reshape(gl.join(b_lane, b_lane), b_words.shape)
     return gl.convert_layout(b_all, b_words.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _scales_of(b_scale, KIND: gl.constexpr, NUMBER: gl.constexpr):
+    """Scales of a span of a tile in bfloat16, of rows 0 … 7 and 8 … 15."""
+    return gl.inline_asm_elementwise(
+        scales_of_span(KIND, NUMBER), "=r,r", [b_scale], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -169,11 +165,10 @@ def multiply_step(
 
     Rows are at p_x where m_row, or BS of them in shared memory: `rows`, which is None otherwise, is
     [spans of a warp, W, BS, 32], or [spans of a warp, W, 32] of one row, zeros after the last
-    column; then columns are whole sets of U tiles. p_lane are zero points, or exponents of mxfp4,
-    of a lane's first row. Sums of mxfp4 are `MX_LEFT` too small.
+    column; then columns are sets of U tiles. p_scale and p_lane as of `scales_of_block`.
     """
-    IS_MX: gl.constexpr = KIND == "mxfp4"
-    # spans that share a scale, as far as they are of one step
+    SCALES: gl.constexpr = scale_words(KIND)
+    # spans that share a scale, as far as they are of one step, which no group begins inside of
     SHARED: gl.constexpr = U * SPANS if GROUP == 0 else min(GROUP // SPAN, U * SPANS)
     PER_GROUP: gl.constexpr = max(GROUP // SPAN, 1)
     # a warp whose tiles are not all there has the last U, and rows of 0 for those that others have
@@ -181,13 +176,17 @@ def multiply_step(
         o_t = first + warps_of(W, LX) * U
         i_t = gl.minimum(o_t, tiles - U)
         p_x = p_x + i_t * (SPANS * SPAN)
-    i_a = gl.minimum(first + warps_of(W, A) * U, tiles - U) * SPANS
-    if HAS_ZEROS or IS_MX:
+    # what is left of an address is a constant: groups do not begin within a step, or all of it does
+    if GROUP != 0:
+        i_a = gl.minimum(first + warps_of(W, A) * U, tiles - U) * SPANS // PER_GROUP
+        p_scale = p_scale + i_a * 32
+    if HAS_ZEROS or SCALES != 0:
         o_z = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, LZ)), 1)
-        i_z = gl.minimum(first + o_z * U, tiles - U) * SPANS
+        i_z = gl.minimum(first + o_z * U, tiles - U)
+        p_lane = p_lane + (i_z * SPANS // PER_GROUP * 16 if HAS_ZEROS else i_z * (2 * SCALES))
     for part in gl.static_range(U * SPANS // SHARED):
         sums = acc
-        if GROUP != 0 and not IS_MX:
+        if GROUP != 0:
             sums = (gl.zeros([W, 16, BM], gl.float32, A),) * NB
         for v in gl.static_range(SHARED):
             if rows is None:
@@ -201,22 +200,22 @@ def multiply_step(
             for n in gl.static_range(NB):
                 b_words = words[(part * SHARED + v) // SPANS * NB + n]
                 b_words = _span(b_words, (part * SHARED + v) % SPANS, SPANS, W)
-                if IS_MX:
-                    p_own = p_lane + (i_z + part) * 32 + n * 16
-                    b_low, b_high = _factors_of(p_own, b_words)
-                    b_w = operand_of(b_words, b_low, b_high, KIND, W, A)
+                b_rows = None
+                if SCALES != 0:
+                    i_scale = (part * SHARED + v) // SPANS * (2 * SCALES) + n * SCALES
+                    b_scale = gl.load(p_lane + i_scale)
+                    b_scale = _scales_of(b_scale, KIND, (part * SHARED + v) % SPANS)
+                    b_rows = _for_words(b_scale, b_words)
                 elif HAS_ZEROS:
-                    i_zero = (i_z + part * SHARED) // PER_GROUP * 16
-                    b_low, b_high = _zeros_of(p_lane + i_zero + n * 8, b_words)
-                    b_w = operand_of(b_words, b_low, b_high, KIND, W, A)
-                else:
-                    b_w = operand_of(b_words, None, None, KIND, W, A)
+                    i_zero = part * SHARED // PER_GROUP * 16
+                    b_rows = _for_words(gl.load(p_lane + (i_zero + n * 8)), b_words)
+                b_w = operand_of(b_words, b_rows, KIND, W, A)
                 new = new + (mma_v2(b_w, b_x, sums[n]),)  # type: ignore[assignment]  # noqa: RUF005
             sums = new
-        if GROUP != 0 and not IS_MX:
+        if GROUP != 0:
             new = ()
             for n in gl.static_range(NB):
-                p_own = p_scale + (i_a + part * SHARED) // PER_GROUP * 32 + n * 16
+                p_own = p_scale + (part * SHARED // PER_GROUP * 32 + n * 16)
                 grouped = sums[n] * gl.load(p_own)
                 new = new + (acc[n] + grouped,)  # type: ignore[assignment]  # noqa: RUF005
             sums = new

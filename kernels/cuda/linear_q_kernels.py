@@ -4,7 +4,8 @@ Blocks lie as `specc.artifact.quantized_layout` has them: of each header, 32 sca
 where there are any, and units of 32 elements, one for each output. So a program reads a step of its
 outputs in one run of bytes. Levels are multiplied as they are: u - z, and the values of e4m3 and
 e2m1, are exact in every type of rows, so products are, too, and a scale multiplies the sum over its
-group, in float32. Blocks without headers (HEADER is 0) are in fragments (`fragment_values`).
+group, in float32. Of e2m1 values times scales are exact, too, but for mxfp4 in float16; factors of
+nvfp4 multiply sums of all columns. Others are in fragments (`fragment_values`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specc.kernels.cuda.fragment_values import fragment_scale, fragment_values
+from specc.kernels.cuda.fragment_values import (
+    bits_of,
+    fragment_factors,
+    fragment_scale,
+    fragment_values,
+    group_of_e2m1,
+)
 
-# outputs of a block of the weight, and columns of mxfp4 with one scale
+# outputs of a block of the weight, and bytes of its factors
 BLOCK: tl.constexpr = tl.constexpr(32)
-GROUP_OF_MX: tl.constexpr = tl.constexpr(32)
+FACTORS: tl.constexpr = tl.constexpr(128)
+
+
+@triton.constexpr_function
+def unit_of(kind: str) -> int:
+    """Columns whose levels are an element."""
+    return 2 if kind == "fp8" else 32 // bits_of(kind)
+
+
+@triton.constexpr_function
+def header_bytes(kind: str, has_zeros: bool) -> int:
+    """Of a header's scales, of e2m1 those of 128 columns, and its zero points."""
+    group = group_of_e2m1(kind)
+    return BLOCK.value * (128 // group if group else 4 + 2 * has_zeros)
 
 
 @triton.jit(do_not_specialize=["num_rows", "size", "bias_size"])
@@ -31,10 +51,8 @@ def linear_q_kernel(
     size,
     bias_size,
     K,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    UNIT: tl.constexpr,
-    HEADER: tl.constexpr,
+    KIND: tl.constexpr,
+    IN_FRAGMENTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -52,7 +70,7 @@ def linear_q_kernel(
     m_m = (o_m < num_rows)[:, None]
     b_out = quantized_product(
         x, o_m, m_m, levels, scales, zeros, i_b, o_n % BLOCK, K,
-        BITS, IS_FLOAT, UNIT, HEADER, WIDTH, BM, BN, BK, PARTS,
+        KIND, IN_FRAGMENTS, WIDTH, BM, BN, BK, PARTS,
     )  # fmt: skip
     b_out += tl.load(bias + o_n, mask=o_n < bias_size, other=0.0).to(tl.float32)[None, :]
     m_out = m_m & (o_n < size)[None, :]
@@ -63,15 +81,16 @@ def linear_q_kernel(
 @triton.jit
 def quantized_product(
     x, o_m, m_m, levels, scales, zeros, i_b, o_lane, K,
-    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr,
-    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PARTS: tl.constexpr,
+    KIND: tl.constexpr, IN_FRAGMENTS: tl.constexpr, WIDTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Rows o_m [BM], where m_m [BM, 1], times outputs o_lane [BN] of a block: [BM, BN] in float32.
 
-    i_b is the block, or that of each output [BN]. Steps of mxfp4 that are longer than a group have
-    a header's columns, and rows are not float16.
+    i_b is the block, or that of each output [BN]. Steps of e2m1 may be longer than a group, but for
+    mxfp4 by rows in float16.
     """
+    # values times scales are one operand
+    IS_SCALED: tl.constexpr = group_of_e2m1(KIND) > 0 and group_of_e2m1(KIND) < BK
     width = K if WIDTH == 0 else WIDTH
     o_k = tl.arange(0, BK)
     p_x = x + o_m[:, None] * K + o_k[None, :]
@@ -80,23 +99,23 @@ def quantized_product(
         for part in tl.static_range(PARTS):
             k = step + part * BK
             b_x = tl.load(p_x + k, mask=m_m & (o_k[None, :] < K - k), other=0.0)  # [BM, BK]
-            if BK > GROUP_OF_MX and IS_FLOAT and BITS == 4:
-                b_w = _scaled_mx(levels, scales, i_b, o_lane, k, K, width, UNIT, HEADER, BK, BN)
+            if IS_SCALED:
+                b_w = _scaled(levels, scales, i_b, o_lane, k, K, width, KIND, IN_FRAGMENTS, BK, BN)
             else:
-                b_w = _values(
-                    levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER, BK, BN
-                )
+                b_w = _values(levels, zeros, i_b, o_lane, k, K, width, KIND, IN_FRAGMENTS, BK, BN)
             b_w = b_w.to(x.dtype.element_ty)  # [BK, BN]
-            if WIDTH == 0 or (BK > GROUP_OF_MX and IS_FLOAT and BITS == 4):
+            if WIDTH == 0 or IS_SCALED:
                 b_out = tl.dot(b_x, b_w, b_out, input_precision="ieee")
             else:
                 b_scale = _scale(
-                    scales, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER
+                    levels, scales, zeros, i_b, o_lane, k, K, width, KIND, IN_FRAGMENTS
                 )
                 b_out += tl.dot(b_x, b_w, input_precision="ieee") * b_scale[None, :]
     if WIDTH == 0:
-        b_scale = _scale(scales, zeros, i_b, o_lane, 0, K, width, BITS, IS_FLOAT, UNIT, HEADER)
+        b_scale = _scale(levels, scales, zeros, i_b, o_lane, 0, K, width, KIND, IN_FRAGMENTS)
         b_out *= b_scale[None, :]
+    if KIND == "nvfp4":
+        b_out *= _factors(levels, scales, i_b, o_lane, K, width, KIND, IN_FRAGMENTS)[None, :]
     return b_out
 
 
@@ -111,10 +130,8 @@ def linear_q_decode_kernel(
     width,
     pairs,
     K,
-    BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    UNIT: tl.constexpr,
-    HEADER: tl.constexpr,
+    KIND: tl.constexpr,
+    IN_FRAGMENTS: tl.constexpr,
     BK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
@@ -129,10 +146,10 @@ def linear_q_decode_kernel(
     for part in tl.static_range(PARTS):
         k = (tl.program_id(1) * PARTS + part) * BK
         if k < K:
-            b_w = _values(
-                levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER, BK, BLOCK
-            )
-            b_scale = _scale(scales, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, UNIT, HEADER)
+            b_w = _values(levels, zeros, i_b, o_lane, k, K, width, KIND, IN_FRAGMENTS, BK, BLOCK)
+            b_scale = _scale(levels, scales, zeros, i_b, o_lane, k, K, width, KIND, IN_FRAGMENTS)
+            if KIND == "nvfp4":
+                b_scale *= _factors(levels, scales, i_b, o_lane, K, width, KIND, IN_FRAGMENTS)
             b_w = (b_w * b_scale[None, :]).to(out.dtype.element_ty)
             o_k = k + tl.arange(0, BK)
             m_out = (o_k < K)[:, None] & (o_n < size)[None, :]
@@ -141,20 +158,34 @@ def linear_q_decode_kernel(
 
 
 @triton.jit
-def _header(i_b, k, K, width, UNIT: tl.constexpr, HEADER: tl.constexpr):
-    """Where the header of column k of a block is, in bytes; `width` columns have one."""
+def _block(i_b, K, width, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """Where a block begins, in bytes; `width` columns have a header."""
+    UNIT: tl.constexpr = unit_of(KIND)
     UNIT_BYTES: tl.constexpr = BLOCK * (2 if UNIT == 2 else 4)
-    num_headers = (K + width - 1) // width
-    block_bytes = num_headers * HEADER + (K + UNIT - 1) // UNIT * UNIT_BYTES
+    HEADER: tl.constexpr = header_bytes(KIND, HAS_ZEROS)
+    block_bytes = (K + width - 1) // width * HEADER + (K + UNIT - 1) // UNIT * UNIT_BYTES
+    if KIND == "nvfp4":
+        block_bytes += FACTORS
+    return i_b * block_bytes
+
+
+@triton.jit
+def _header(i_b, k, K, width, KIND: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """Where the header of column k of a block is, in bytes."""
+    UNIT: tl.constexpr = unit_of(KIND)
+    UNIT_BYTES: tl.constexpr = BLOCK * (2 if UNIT == 2 else 4)
+    HEADER: tl.constexpr = header_bytes(KIND, HAS_ZEROS)
     i_h = k // width
-    return i_b * block_bytes + i_h * HEADER + i_h * width // UNIT * UNIT_BYTES
+    place = _block(i_b, K, width, KIND, HAS_ZEROS)
+    if KIND == "nvfp4":
+        place += FACTORS
+    return place + i_h * HEADER + i_h * width // UNIT * UNIT_BYTES
 
 
 @triton.jit
 def _values(
     levels, zeros, i_b, o_lane, k, K, width,
-    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, IN_FRAGMENTS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Columns k … k + BK - 1 of outputs o_lane of a block: u - z, or v, [BK, BN] float32.
 
@@ -162,12 +193,15 @@ def _values(
     the middle. `width` is the columns of a header, a multiple of BK, or K where one is for all.
     Of a step's parts the last may begin after K, where there is no header any more.
     """
-    if HEADER == 0:
-        b_value = fragment_values(levels, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT, BK, BN)
+    BITS: tl.constexpr = bits_of(KIND)
+    UNIT: tl.constexpr = unit_of(KIND)
+    if IN_FRAGMENTS:
+        b_value = fragment_values(levels, zeros, i_b, o_lane, k, K, width, KIND, BK, BN)
     else:
         ELEMENT: tl.constexpr = 2 if UNIT == 2 else 4
+        HEADER: tl.constexpr = header_bytes(KIND, zeros is not None)
         o_u = tl.arange(0, BK // UNIT)
-        place = _header(i_b, k, K, width, UNIT, HEADER)
+        place = _header(i_b, k, K, width, KIND, zeros is not None)
         p_unit = levels + (place + HEADER) // ELEMENT + k % width // UNIT * BLOCK
         p_unit += o_u[:, None] * BLOCK + o_lane[None, :]
         m_unit = (o_u * UNIT < K - k)[:, None]
@@ -176,47 +210,47 @@ def _values(
         b_shift = o_c % 4 * 8 + o_c // 4 * 4 if BITS == 4 else o_c * 8
         b_level = (b_unit[:, None, :] >> b_shift[None, :, None]) & ((1 << BITS) - 1)
         b_level = tl.reshape(b_level, [BK, BN])
-        if IS_FLOAT:
-            # exponent and mantissa at the places of half precision: a power of two away
-            if BITS == 8:
-                b_bits = (b_level & 127) << 7 | (b_level & 128) << 8
-                b_value = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-            else:
-                b_bits = (b_level & 7) << 9 | (b_level & 8) << 12
-                b_value = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+        # exponent and mantissa of floats at the places of half precision: a power of two away
+        if KIND == "fp8":
+            b_bits = (b_level & 127) << 7 | (b_level & 128) << 8
+            b_value = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        elif group_of_e2m1(KIND) != 0:
+            b_bits = (b_level & 7) << 9 | (b_level & 8) << 12
+            b_value = b_bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+        elif zeros is None:
+            b_value = (b_level - (1 << (BITS - 1))).to(tl.float32)
         else:
-            if zeros is None:
-                b_value = (b_level - (1 << (BITS - 1))).to(tl.float32)
-            else:
-                # after 32 scales
-                b_zero = tl.load(zeros + place // 2 + 2 * BLOCK + o_lane, mask=k < K, other=0)
-                b_value = (b_level - b_zero.to(tl.int32)[None, :]).to(tl.float32)
+            # after 32 scales
+            b_zero = tl.load(zeros + place // 2 + 2 * BLOCK + o_lane, mask=k < K, other=0)
+            b_value = (b_level - b_zero.to(tl.int32)[None, :]).to(tl.float32)
     return b_value
 
 
 @triton.jit
-def _scaled_mx(
+def _scaled(
     levels, scales, i_b, o_lane, k, K, width,
-    UNIT: tl.constexpr, HEADER: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, IN_FRAGMENTS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Columns k … k + BK - 1 of mxfp4, all of a header: v · s, [BK, BN] float32, exact in bfloat16.
+    """Columns k … k + BK - 1 of e2m1, of one header: v · s, [BK, BN] float32, exact in bfloat16.
 
     Three bits of a code are exponent and mantissa of a value times 2^-126.
     """
-    if HEADER == 0:
-        b_value = fragment_values(levels, None, i_b, o_lane, k, K, width, 4, True, BK, BN)
-        o_group = k + tl.arange(0, BK // GROUP_OF_MX)[:, None] * GROUP_OF_MX
-        b_scale = fragment_scale(scales, None, i_b, o_lane, o_group, K, width, 4, True)
-        b_value = tl.reshape(b_value, [BK // GROUP_OF_MX, GROUP_OF_MX, BN]) * b_scale[:, None, :]
+    GROUP: tl.constexpr = group_of_e2m1(KIND)
+    UNIT: tl.constexpr = unit_of(KIND)
+    if IN_FRAGMENTS:
+        b_value = fragment_values(levels, None, i_b, o_lane, k, K, width, KIND, BK, BN)
+        o_group = k + tl.arange(0, BK // GROUP)[:, None] * GROUP
+        b_scale = fragment_scale(levels, scales, None, i_b, o_lane, o_group, K, width, KIND)
+        b_value = tl.reshape(b_value, [BK // GROUP, GROUP, BN]) * b_scale[:, None, :]
     else:
+        HEADER: tl.constexpr = header_bytes(KIND, False)
         o_u = tl.arange(0, BK // UNIT)[:, None]
-        place = _header(i_b, k, K, BK, UNIT, HEADER)
+        place = _header(i_b, k, K, width, KIND, False)
         m_unit = o_u * UNIT < K - k
-        p_unit = levels + (place + HEADER) // 4 + o_u * BLOCK + o_lane[None, :]
-        b_unit = tl.load(p_unit, mask=m_unit, other=0)  # [units, BN]
-        p_scale = scales + place + o_u * UNIT // GROUP_OF_MX * BLOCK + o_lane[None, :]
-        b_byte = tl.load(p_scale, mask=m_unit, other=0)
-        b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        p_unit = levels + (place + HEADER) // 4 + (k % width // UNIT + o_u) * BLOCK
+        b_unit = tl.load(p_unit + o_lane[None, :], mask=m_unit, other=0)  # [units, BN]
+        p_scale = scales + place + (k % width + o_u * UNIT) // GROUP * BLOCK + o_lane[None, :]
+        b_scale = _of_byte(tl.load(p_scale, mask=m_unit, other=0), KIND)
         o_c = tl.arange(0, UNIT)
         b_code = b_unit[:, None, :] >> (o_c % 4 * 8 + o_c // 4 * 4)[None, :, None]
         b_bits = (b_code & 7) << 22 | (b_code & 8) << 28
@@ -226,17 +260,41 @@ def _scaled_mx(
 
 @triton.jit
 def _scale(
-    scales, zeros, i_b, o_lane, k, K, width,
-    BITS: tl.constexpr, IS_FLOAT: tl.constexpr, UNIT: tl.constexpr, HEADER: tl.constexpr,
+    levels, scales, zeros, i_b, o_lane, k, K, width,
+    KIND: tl.constexpr, IN_FRAGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Scales of column k: [outputs] float32; see `_values`. Of mxfp4 `scales` are bytes."""
-    place = 0 if HEADER == 0 else _header(i_b, k, K, width, UNIT, HEADER)
-    if HEADER == 0:
-        b_scale = fragment_scale(scales, zeros, i_b, o_lane, k, K, width, BITS, IS_FLOAT)
-    elif IS_FLOAT and BITS == 4:
-        # a header has those of 4 groups of 32 columns
-        b_byte = tl.load(scales + place + k % width // 32 * BLOCK + o_lane, mask=k < K, other=0)
-        b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    """Scales of column k: [outputs] float32; see `_values`. Of e2m1 in blocks they are bytes."""
+    GROUP: tl.constexpr = group_of_e2m1(KIND)
+    if IN_FRAGMENTS:
+        b_scale = fragment_scale(levels, scales, zeros, i_b, o_lane, k, K, width, KIND)
+    elif GROUP != 0:
+        # a header has those of all groups of 128 columns
+        place = _header(i_b, k, K, width, KIND, False)
+        p_byte = scales + place + k % width // GROUP * BLOCK + o_lane
+        b_scale = _of_byte(tl.load(p_byte, mask=k < K, other=0), KIND)
     else:
+        place = _header(i_b, k, K, width, KIND, zeros is not None)
         b_scale = tl.load(scales + place // 4 + o_lane, mask=k < K, other=0.0)
     return b_scale
+
+
+@triton.jit
+def _of_byte(b_byte, KIND: tl.constexpr):
+    """Scales in float32 of their bytes: e4m3 without sign, or e8m0."""
+    if KIND == "nvfp4":
+        # exponent and mantissa of a value times 2^-120
+        b_scale = (b_byte.to(tl.int32) << 20).to(tl.float32, bitcast=True) * (2.0**120)
+    else:
+        b_scale = (b_byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return b_scale
+
+
+@triton.jit
+def _factors(levels, scales, i_b, o_lane, K, width, KIND: tl.constexpr, IN_FRAGMENTS: tl.constexpr):
+    """Of nvfp4, [outputs] float32."""
+    if IN_FRAGMENTS:
+        b_factor = fragment_factors(scales, i_b, o_lane, K, KIND)
+    else:
+        b_bits = tl.load(levels + _block(i_b, K, width, KIND, False) // 4 + o_lane)
+        b_factor = b_bits.to(tl.float32, bitcast=True)
+    return b_factor

@@ -18,18 +18,13 @@ def parts_of(weight: Tensor, layout: QuantizedLayout) -> tuple[Tensor, Tensor, T
     """The weight as elements of units, or words of fragments, as scales, and as zero points."""
     return (
         weight.view(_element(layout)),
-        weight if layout.is_float and layout.bits == 4 else weight.view(torch.float32),
+        weight if _has_byte_pointer(layout) else weight.view(torch.float32),
         weight.view(torch.int16) if layout.has_zeros else None,
     )
 
 
 def format_of(layout: QuantizedLayout) -> dict[str, Any]:
-    return {
-        "BITS": layout.bits,
-        "IS_FLOAT": layout.is_float,
-        "UNIT": layout.unit,
-        "HEADER": 0 if layout.is_fragments else layout.header_bytes,
-    }
+    return {"KIND": layout.kind, "IN_FRAGMENTS": layout.is_fragments}
 
 
 def width_of(layout: QuantizedLayout) -> int:
@@ -39,14 +34,19 @@ def width_of(layout: QuantizedLayout) -> int:
 
 def pointers_of(layout: QuantizedLayout) -> dict[str, str]:
     """Argument → type, of those of `parts_of` that there are."""
-    is_mx = layout.is_float and layout.bits == 4
     element = TYPE_NAMES.get(_element(layout), "i16")
     zeros = {"zeros": "*i16"} if layout.has_zeros else {}
-    return {"levels": f"*{element}", "scales": "*u8" if is_mx else "*fp32", **zeros}
+    scales = "*u8" if _has_byte_pointer(layout) else "*fp32"
+    return {"levels": f"*{element}", "scales": scales, **zeros}
 
 
 def absent_of(layout: QuantizedLayout) -> dict[str, None]:
     return {} if layout.has_zeros else {"zeros": None}
+
+
+def _has_byte_pointer(layout: QuantizedLayout) -> bool:
+    """Of scales; in fragments words have them."""
+    return layout.has_byte_scales and not layout.is_fragments
 
 
 def _element(layout: QuantizedLayout) -> torch.dtype:

@@ -10,8 +10,8 @@ exponent and mantissa of bfloat16 and multiplied by a power of two. All of it is
   bit 7 is the last bit of the exponent, so bit 7 and 0x4300 are 128 or 256. The difference is
   u - 128.
 - fp8: 7 bits at 10 … 4 are a value times 2^-120.
-- mxfp4: 3 bits at 8 … 6 are a value times 2^-126; the power of two that it is multiplied by has
-  the scale in it, so sums need none.
+- mxfp4, nvfp4: 3 bits at 8 … 6 are a value times 2^-126, which is multiplied by its scale times a
+  power of two. A scale has at most 4 bits, so a product has at most 6.
 
 Sums and products of pairs are written as fused products, as sm_80 has no others.
 """
@@ -44,32 +44,50 @@ UNPACK_INT4 = gl.constexpr(
     fma.rn.bf16x2 $6, $6, one, s; fma.rn.bf16x2 $7, $7, one, s;
 }"""
 )
-# what is added: $10 to rows 0 … 7, $12 to rows 8 … 15
+# the halves of $10 are for rows 0 … 7 and for rows 8 … 15: written so, they are read where they are
+_OF_ROWS = """
+    .reg .b32 k, l; .reg .b16 a, b;
+    mov.b32 {a, b}, $10; mov.b32 k, {a, a}; mov.b32 l, {b, b};"""
+# here they are what is added
 UNPACK_INT4_ZEROS = gl.constexpr(
     _INT4
+    + _OF_ROWS
     + """
-    fma.rn.bf16x2 $0, $0, one, $10; fma.rn.bf16x2 $1, $1, one, $12;
-    fma.rn.bf16x2 $2, $2, one, $10; fma.rn.bf16x2 $3, $3, one, $12;
-    fma.rn.bf16x2 $4, $4, one, $10; fma.rn.bf16x2 $5, $5, one, $12;
-    fma.rn.bf16x2 $6, $6, one, $10; fma.rn.bf16x2 $7, $7, one, $12;
+    fma.rn.bf16x2 $0, $0, one, k; fma.rn.bf16x2 $1, $1, one, l;
+    fma.rn.bf16x2 $2, $2, one, k; fma.rn.bf16x2 $3, $3, one, l;
+    fma.rn.bf16x2 $4, $4, one, k; fma.rn.bf16x2 $5, $5, one, l;
+    fma.rn.bf16x2 $6, $6, one, k; fma.rn.bf16x2 $7, $7, one, l;
 }"""
 )
-# codes of a half at 15 8 7 6, 9 2 1 0, 5 14 13 12, with the sign in the other half, and 11 4 3 10;
-# factors as zero points above
-UNPACK_MXFP4 = gl.constexpr("""{
+# codes of a half at 15 8 7 6, 9 2 1 0, 5 14 13 12, with the sign in the other half, and 11 4 3 10
+UNPACK_E2M1 = gl.constexpr(
+    "{"
+    + _OF_ROWS
+    + """
     .reg .b32 t, u, m, n, z, low;
     mov.b32 m, 0x81c081c0; mov.b32 z, 0x80008000; mov.b32 n, 0x81808180; mov.b32 low, 0x00400040;
-    and.b32 $0, $8, m; fma.rn.bf16x2 $0, $0, $10, z;
-    shl.b32 t, $8, 6; and.b32 $1, t, m; fma.rn.bf16x2 $1, $1, $12, z;
-    shf.r.wrap.b32 t, $8, $8, 6; and.b32 $2, t, m; fma.rn.bf16x2 $2, $2, $10, z;
+    and.b32 $0, $8, m; fma.rn.bf16x2 $0, $0, k, z;
+    shl.b32 t, $8, 6; and.b32 $1, t, m; fma.rn.bf16x2 $1, $1, l, z;
+    shf.r.wrap.b32 t, $8, $8, 6; and.b32 $2, t, m; fma.rn.bf16x2 $2, $2, k, z;
     shl.b32 t, $8, 4; and.b32 u, t, n; shr.u32 t, $8, 4; lop3.b32 $3, t, low, u, 0xea;
-    fma.rn.bf16x2 $3, $3, $12, z;
-    and.b32 $4, $9, m; fma.rn.bf16x2 $4, $4, $10, z;
-    shl.b32 t, $9, 6; and.b32 $5, t, m; fma.rn.bf16x2 $5, $5, $12, z;
-    shf.r.wrap.b32 t, $9, $9, 6; and.b32 $6, t, m; fma.rn.bf16x2 $6, $6, $10, z;
+    fma.rn.bf16x2 $3, $3, l, z;
+    and.b32 $4, $9, m; fma.rn.bf16x2 $4, $4, k, z;
+    shl.b32 t, $9, 6; and.b32 $5, t, m; fma.rn.bf16x2 $5, $5, l, z;
+    shf.r.wrap.b32 t, $9, $9, 6; and.b32 $6, t, m; fma.rn.bf16x2 $6, $6, k, z;
     shl.b32 t, $9, 4; and.b32 u, t, n; shr.u32 t, $9, 4; lop3.b32 $7, t, low, u, 0xea;
-    fma.rn.bf16x2 $7, $7, $12, z;
-}""")
+    fma.rn.bf16x2 $7, $7, l, z;
+}"""
+)
+
+
+@gluon.constexpr_function
+def scales_of_span(kind: str, span: int) -> str:
+    """Bytes of a tile's scales → both of span 0 or 1 in bfloat16: `specc.artifact.fragments`."""
+    select = "0x4341" if span else "0x4240"
+    place = "128, 0x37003700" if kind == "mxfp4" else "16, 0x70007000"
+    return f"{{ .reg .b32 t; prmt.b32 t, $1, 0, {select}; mad.lo.u32 $0, t, {place}; }}"
+
+
 # two words → two registers of each
 UNPACK_INT8 = gl.constexpr("""{
     .reg .b32 t, u, a, m, n, e, less;
@@ -95,36 +113,31 @@ UNPACK_FP8 = gl.constexpr("""{
 }""")
 
 _EIGHT = gl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
-_EIGHT_PAIRS = gl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r")
+_EIGHT_ROWS = gl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r")
 _FOUR = gl.constexpr("=&r,=&r,=&r,=&r,r,r")
 _PAIRS_8 = gl.constexpr((gl.bfloat16,) * 8)
 _PAIRS_4 = gl.constexpr((gl.bfloat16,) * 4)
 
 
 @gluon.jit
-def operand_of(b_words, b_low, b_high, KIND: gl.constexpr, W: gl.constexpr, A: gl.constexpr):
+def operand_of(b_words, b_rows, KIND: gl.constexpr, W: gl.constexpr, A: gl.constexpr):
     """16 rows by 32 columns of each of W warps, as the first operand of its product.
 
     Args:
         b_words: int32 [W, 64] of 4 bits, two words of each lane, or [W, 128] of 8 bits.
-        b_low: what is added to rows 0 … 7, pairs [W, 64]; None without zero points. What codes of
-            mxfp4 are multiplied by.
-        b_high: likewise, rows 8 … 15.
+        b_rows: int32 [W, 64], two equal words of each lane, which have, in bfloat16, what is added
+            to rows 0 … 7 and to rows 8 … 15, or, of e2m1, what they are multiplied by; None
+            without zero points.
     """
-    if KIND == "int4" or KIND == "mxfp4":
-        if KIND == "mxfp4":
-            t = gl.inline_asm_elementwise(
-                UNPACK_MXFP4, _EIGHT_PAIRS, [b_words, b_low, b_high],
-                dtype=_PAIRS_8, is_pure=True, pack=2,
-            )  # fmt: skip
-        elif b_low is None:
+    if KIND == "int4" or KIND == "mxfp4" or KIND == "nvfp4":
+        if b_rows is None:
             t = gl.inline_asm_elementwise(
                 UNPACK_INT4, _EIGHT, [b_words], dtype=_PAIRS_8, is_pure=True, pack=2
             )
         else:
             t = gl.inline_asm_elementwise(
-                UNPACK_INT4_ZEROS, _EIGHT_PAIRS, [b_words, b_low, b_high],
-                dtype=_PAIRS_8, is_pure=True, pack=2,
+                UNPACK_INT4_ZEROS if KIND == "int4" else UNPACK_E2M1, _EIGHT_ROWS,
+                [b_words, b_rows], dtype=_PAIRS_8, is_pure=True, pack=2,
             )  # fmt: skip
         b_0 = gl.join(gl.join(t[0], t[2]), gl.join(t[1], t[3]))
         b_1 = gl.join(gl.join(t[4], t[6]), gl.join(t[5], t[7]))

@@ -39,7 +39,8 @@ on y + t · (s · r), each operation rounded to float32,
     y = y - m · (float(S) · r)
 
 mxfp4 is the same: in place of u - z stands twice the value of e2m1, an integer from -12 to 12, and
-in place of s its half.
+in place of s its half. nvfp4 is, too, with s = the group's e4m3 · the output's factor, rounded; of
+a row 32 columns share a factor.
 
 fp8 is not: as integers, values of e4m3 have 18 bits, and their products with those of a row would
 take two sums more than 32 bits hold, twice the instructions of float32, which has no error to
@@ -62,7 +63,7 @@ from specc.artifact.quantized_layout import QuantizedLayout, unpack
 
 # columns of a row that share a factor, where the weight has no groups
 ROW_GROUP = 128
-# the same of ggml's blocks
+# least columns that do
 ROW_GROUPS = 32
 LEAST_EXPONENT = -64
 _MOST = {8: 127, 16: 32639, 24: 8355711}
@@ -89,10 +90,10 @@ def linear_q_reference(
         bias: [N] in the dtype of the input, or None.
         out_features: N.
         bits: 8 or 4; of ggml's blocks, 2 to 8.
-        group: columns of a scale, 32, 64 or 128; 0 for one scale an output, of 8 bits; of ggml's
-            blocks, 16 or 32.
+        group: columns of a scale, 32, 64 or 128; 0 for one scale an output, of 8 bits; 16 of nvfp4;
+            of ggml's blocks, 16 or 32.
         has_zeros: groups have zero points of their own, of integers.
-        is_float: the weight is fp8 (8 bits) or mxfp4 (4 bits).
+        is_float: the weight is fp8 (8 bits), or mxfp4 or nvfp4 (4 bits).
         row_bits: of the integers of rows, 8, 16 or, of float32, 24; 0 is 16 for bfloat16, else 24.
             Rows by fp8 are not integers.
         format: of ggml's blocks, whose bits and group the weight has, or `fragments`; empty for
@@ -104,7 +105,7 @@ def linear_q_reference(
     """
     layout = QuantizedLayout(bits, group, has_zeros, is_float, format)
     levels, scales, zeros = unpack(weight, (out_features, input.shape[1]), layout)
-    width, minima = max(group, ROW_GROUPS) if layout.blocks else group or ROW_GROUP, None
+    width, minima = max(group or ROW_GROUP, ROW_GROUPS), None
     if is_float and bits == 8:
         y = _by_fp8(input, layout.values(levels), scales, width)
         return (y if bias is None else y + bias.float()).to(input.dtype)
@@ -115,7 +116,7 @@ def linear_q_reference(
         wide = zeros.repeat_interleave(group or input.shape[1], 1)[:, : input.shape[1]]
         steps = layout.values(levels).double() - wide
     if is_float:
-        steps, scales = 2 * steps, scales / 2
+        steps, scales = 2 * steps, layout.scales(scales) / 2
     row_bits = row_bits or bits_of_rows(input.dtype)
     values, factors = row_integers(input, width, row_bits)
     y = torch.zeros(input.shape[0], out_features)
@@ -165,7 +166,7 @@ def grouped_mm_q_reference(
         bits: of a level; this and the rest are as of `linear_q_reference`.
         group: columns of a scale.
         has_zeros: groups have zero points of their own.
-        is_float: the weights are fp8 or mxfp4.
+        is_float: the weights are fp8, mxfp4 or nvfp4.
         row_bits: of the integers of rows.
     Returns:
         [M, N] in the dtype of x; rows from ends[E - 1] on are zero.

@@ -64,7 +64,7 @@ class BackendFacts:
             values are the first columns of keys, and caches hold them once; `quantized latent`,
             where values have rows of their own, each with a scale.
         quantized: kinds of quantized weights that its programs read, of `int8`, `int4`, `fp8`,
-            `mxfp4` and `ggml`, blocks of GGUF files.
+            `mxfp4`, `nvfp4` and `ggml`, blocks of GGUF files.
         quantized_extras: what such weights may have there: `zero points` of their own, and `short
             groups`, where columns are no multiple of what shares a scale.
         quantizes_experts: products of the experts of mixtures read quantized weights, too.
@@ -156,7 +156,7 @@ _TWO_DTYPES = ("float32", "bfloat16")
 VALUE_WIDTH, LATENT_ROWS, QUANTIZED_LATENT = "value width", "latent", "quantized latent"
 _EXTRAS = ("sinks", "softcap", "slopes", "chunks", VALUE_WIDTH, LATENT_ROWS)
 GGML = "ggml"
-_QUANTIZED = ("int8", "int4", "fp8", "mxfp4")
+_QUANTIZED = ("int8", "int4", "fp8", "mxfp4", "nvfp4")
 ZERO_POINTS, SHORT_GROUPS = "zero points", "short groups"
 _QUANTIZED_EXTRAS = (ZERO_POINTS, SHORT_GROUPS)
 _DTYPES = (*_TWO_DTYPES, "float16")

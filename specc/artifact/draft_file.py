@@ -29,8 +29,9 @@ from torch import Tensor
 from specc.artifact.lent_keys import bound_key
 from specc.artifact.manifest import Manifest
 from specc.artifact.model_entry import ModelEntry
-from specc.artifact.quantized_layout import QuantizedLayout, check_stored
+from specc.artifact.quantized_layout import QuantizedLayout, check_parts, unpack
 from specc.artifact.safetensors_io import DTYPES, read_exactly, tensor_bytes
+from specc.artifact.weight_layout import BLOCK
 from specc.errors import ConfigError, WeightError
 from specc.system.files import format_bytes, read_checked
 from specc.system.json_file import JsonError, parse_json
@@ -303,7 +304,7 @@ def _check_values(path: Path, key: str, tensor: Tensor, stated: DraftTensor, own
         rows = max(1, _CHUNK // max(1, tensor.shape[1]))
         for chunk in tensor.split(rows):
             try:
-                check_stored(chunk, stated.columns, stated.layout)
+                _check_stored(chunk, stated.columns, stated.layout)
             except ValueError as error:
                 raise _wrong(path, f"{key} has {error}") from error
         return
@@ -328,3 +329,22 @@ def _wrong(path: Path, reason: str) -> WeightError:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"{name:.80}" for name in names)
+
+
+def _check_stored(stored: Tensor, columns: int, layout: QuantizedLayout) -> None:
+    """Look at blocks that somebody else has packed.
+
+    Args:
+        stored: uint8 [blocks, bytes of a block].
+        columns: K.
+    Raises:
+        ValueError: scales or levels that are not finite, or zero points that no kernel takes.
+    """
+    levels, scales, zeros = unpack(stored, (len(stored) * BLOCK, columns), layout.unpaired)
+    numbers = layout.scales(scales)
+    if layout.blocks is None:
+        check_parts(levels, scales, zeros if layout.has_zeros else None, layout)
+    else:
+        numbers = layout.blocks.numbers(levels, scales)
+    if not numbers.isfinite().all():
+        raise ValueError("scales that are not finite")

@@ -13,7 +13,7 @@ and rows of x are taken as they are, 16 bytes for each lane.
 A tile is 16 outputs and 512 bytes, 16 for each lane in their order: two spans of 4 bits, or one of
 8 bits. A half of a word has what has one e: in 4 bits all four registers, so a word is an
 instruction c; in 8 bits both rows r, and the word is (c, h). Where the bits of a level are in its
-half is `_BITS`: as they are, or where few instructions put them in place. One sign of mxfp4 is in
+half is `_BITS`: as they are, or where few instructions put them in place. One sign of e2m1 is in
 the other half of the word, where a rotation of the word moves it to. A weight has whole tiles, four
 or more.
 
@@ -21,6 +21,12 @@ A block of 32 outputs has all scales of its columns, all zero points, then its t
 of columns both halves of the block. Zero points, which int4 alone has, are what is added, as
 bfloat16, to what a level becomes first: -(128 + z) to 128 + u; of a group and half of the block,
 rows g and g + 8 side by side.
+
+In e2m1 (mxfp4, nvfp4) a block begins with a factor for each output, and scales are bytes where zero
+points would be. Of a tile, half, group of a span (mxfp4 has one, nvfp4 two, each of two lanes) and
+g they are a word: of rows g and g + 8 both spans. A byte has bits of a bfloat16, `_SCALES`, that a
+level's bits, which are times 2^-126, are multiplied by: the scale times a power of two that factors
+make up for, exactly. 0 is scale 0, of levels that are 0.
 
 The second half of a block has the 16 outputs after those of the first, or those a *distance* on:
 what is computed of two outputs together then lies in one block, of a gate and what it multiplies,
@@ -41,23 +47,30 @@ import functools
 import torch
 from torch import Tensor
 
+from specc.artifact.byte_scales import GROUPS, MXFP4, NVFP4
+
 OUTPUTS, SPAN = 32, 32
 # of a half of a block, and between both halves where nothing else is said
 HALF = 16
 # between those that take turns
 BESIDE = 1
+# mantissa, exponent and sign: the first as bfloat16 has them, the second and the third at the same
+# distances, the last but for its mantissa
+_E2M1 = ((6, 7, 8, 15), (0, 1, 2, 9), (12, 13, 14, 5), (10, 3, 4, 11))
 # kind → of each level of a half of a word, where its bits are, from the lowest on
 _BITS = {
     "int4": tuple(tuple(range(4 * i, 4 * i + 4)) for i in range(4)),
-    # mantissa, exponent and sign: the first as bfloat16 has them, the second and the third at the
-    # same distances, the last but for its mantissa
-    "mxfp4": ((6, 7, 8, 15), (0, 1, 2, 9), (12, 13, 14, 5), (10, 3, 4, 11)),
+    MXFP4: _E2M1,
+    NVFP4: _E2M1,
     "int8": (tuple(range(8)), tuple(range(8, 16))),
     "fp8": ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11)),
 }
-_BITS_OF = {"int4": 4, "mxfp4": 4, "int8": 8, "fp8": 8}
-# bit of a half of mxfp4 that is of the level in the other half
+_BITS_OF = {"int4": 4, MXFP4: 4, NVFP4: 4, "int8": 8, "fp8": 8}
+# bit of a half of e2m1 that is of the level in the other half
 _SIGN_APART = 1 << 5
+# kind → lowest bit of a scale's byte in a bfloat16, and what all of them have besides; what scales
+# are times there, and factors
+_SCALES = {MXFP4: (7, 0x3700, 2.0**110, 2.0**16), NVFP4: (4, 0x7000, 2.0**116, 2.0**10)}
 # zero points: 128 + z is exact in bfloat16 up to this one
 MOST_ZERO = 128
 # scales of mxfp4 that are factors of bfloat16, with what values of its codes are multiplied by
@@ -111,10 +124,10 @@ def pack(
 
     Args:
         levels: [blocks · 32, K] uint8.
-        scales: [blocks · 32, G] float32; of mxfp4 powers of two, whose exponents are stored. What
-            has scale 0 there is 0, and stored so.
+        scales: [blocks · 32, G] float32, which are bytes in mxfp4 and nvfp4 (`byte_scales.py`), in
+            nvfp4 after a factor. What has scale 0 there is 0, and stored so.
         zeros: [blocks · 32, G] integers, or None.
-        kind: `int4`, `int8`, `fp8` or `mxfp4`.
+        kind: of `_BITS`.
         distance: of the halves of a block.
     Returns:
         uint8 [blocks, bytes of a block].
@@ -124,19 +137,22 @@ def pack(
     if not holds(levels.shape[1], _BITS_OF[kind]):
         raise ValueError(f"no fragments of {levels.shape[1]} columns of {kind}")
     blocks = len(levels) // OUTPUTS
-    if kind == "mxfp4":
-        levels = levels * (scales != 0).repeat_interleave(levels.shape[1] // scales.shape[1], 1)
     if distance != HALF:
         if len(levels) % (2 * distance):
             raise ValueError(f"no pairs {distance} apart of {len(levels)} outputs")
         levels, scales = as_stored(levels, distance), as_stored(scales, distance)
         zeros = None if zeros is None else as_stored(zeros, distance)
+    in_bytes = None
+    if kind in _SCALES:
+        scales, in_bytes = _factors_and_scales(scales, kind)
+        is_any = (in_bytes != 0).repeat_interleave(GROUPS[kind], 1)
+        levels = levels * is_any
     scales = scales.contiguous()
-    if kind == "mxfp4":
-        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
     parts = [scales.view(blocks, OUTPUTS, -1).transpose(1, 2).contiguous().view(torch.uint8)]
     if zeros is not None:
         parts.append(_pack_zeros(zeros))
+    if in_bytes is not None:
+        parts.append(_pack_scales(in_bytes, kind))
     parts.append(_pack_levels(levels, kind))
     return torch.cat([part.reshape(blocks, -1) for part in parts], 1)
 
@@ -150,20 +166,20 @@ def unpack(
         stored: uint8 [blocks, bytes of a block].
         columns: K.
         groups: G.
-        kind: `int4`, `int8`, `fp8` or `mxfp4`.
+        kind: of `_BITS`.
         distance: of the halves of a block.
     """
     blocks = len(stored)
-    is_mx = kind == "mxfp4"
-    scale_bytes = OUTPUTS * groups * (1 if is_mx else 4)
-    zero_bytes = 2 * OUTPUTS * groups if has_zeros else 0
+    in_bytes = kind in _SCALES
+    scale_bytes = OUTPUTS * 4 * (1 if in_bytes else groups)
+    zero_bytes = OUTPUTS * groups * (2 * has_zeros + in_bytes)
     level_bytes = OUTPUTS * columns * _BITS_OF[kind] // 8
     head, zeros, words = stored.split([scale_bytes, zero_bytes, level_bytes], 1)
-    if is_mx:
-        scales = (head.int() << 23).view(torch.float32)
-    else:
-        scales = head.contiguous().view(torch.float32)
+    scales = head.contiguous().view(torch.float32)
     scales = scales.view(blocks, -1, OUTPUTS).transpose(1, 2).reshape(blocks * OUTPUTS, -1)
+    if in_bytes:
+        own = _unpack_scales(zeros, kind)
+        scales = torch.cat([scales / _SCALES[kind][3], own], 1) if kind == NVFP4 else own
     levels, scales = (of_stored(x, distance) for x in (_unpack_levels(words, kind), scales))
     return levels, scales, of_stored(_unpack_zeros(zeros), distance) if has_zeros else None
 
@@ -186,7 +202,7 @@ def _pack_levels(levels: Tensor, kind: str) -> Tensor:
     halves = tables[0][parts[:, 0]]
     for i, table in enumerate(tables[1:], 1):
         halves = halves | table[parts[:, i]]
-    if kind == "mxfp4":
+    if kind in _SCALES:
         halves = _signs_exchanged(halves)
     return halves.view(torch.uint8)
 
@@ -202,7 +218,7 @@ def _unpack_levels(stored: Tensor, kind: str) -> Tensor:
     """The levels [blocks · 32, K] uint8 that `_pack_levels` was given."""
     blocks = len(stored)
     halves = stored.contiguous().view(torch.int16).long() & 0xFFFF
-    if kind == "mxfp4":
+    if kind in _SCALES:
         halves = _signs_exchanged(halves)
     levels = _taken(kind)[halves]
     if levels.shape[-1] == 4:
@@ -226,6 +242,34 @@ def _unpack_zeros(stored: Tensor) -> Tensor:
     added = stored.contiguous().view(torch.bfloat16).view(len(stored), -1, 2, 8, 2)
     added = added.permute(0, 2, 4, 3, 1).reshape(len(stored) * OUTPUTS, -1).to(torch.int16)
     return -128 - added
+
+
+def _factors_and_scales(scales: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Factors [n, 1] float32 and bytes [n, G] of scales as `pack` has them, of e2m1."""
+    shift, common, times, factor = _SCALES[kind]
+    if kind == NVFP4:
+        factors, scales = scales[:, :1] * factor, scales[:, 1:]
+    else:
+        factors = torch.full((len(scales), 1), factor)
+    bits = (scales * times).bfloat16().view(torch.int16).int() - common
+    return factors, torch.where(scales == 0, 0, bits >> shift).to(torch.uint8)
+
+
+def _pack_scales(in_bytes: Tensor, kind: str) -> Tensor:
+    """Bytes [blocks · 32, G] as [blocks, tile, half, group of a span, g, r, span]."""
+    groups = SPAN // GROUPS[kind]
+    # block, half, r, g, tile, span, group
+    parts = in_bytes.view(-1, 2, 2, 8, in_bytes.shape[1] // (2 * groups), 2, groups)
+    return parts.permute(0, 4, 1, 6, 3, 2, 5).contiguous()
+
+
+def _unpack_scales(stored: Tensor, kind: str) -> Tensor:
+    """The scales [blocks · 32, G] float32 that bytes of `_pack_scales` stand for."""
+    shift, common, times, _ = _SCALES[kind]
+    parts = stored.view(len(stored), -1, 2, SPAN // GROUPS[kind], 8, 2, 2)
+    bits = parts.permute(0, 2, 5, 4, 1, 6, 3).reshape(len(stored) * OUTPUTS, -1).int()
+    found = ((bits << shift) + common).to(torch.int16).view(torch.bfloat16).float()
+    return torch.where(bits == 0, 0, found / times)
 
 
 @functools.cache

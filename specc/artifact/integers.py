@@ -21,8 +21,8 @@ class Integers:
 
     Args:
         levels: [n, K] uint8, the integers u, or the bits of v.
-        scales: [n, G] float32, one for each row and group of columns; of ggml's blocks their
-            headers, [n, blocks, bytes] uint8.
+        scales: [n, G] float32, one for each row and group of columns; of nvfp4 [n, 1 + G], after a
+            factor of the row; of ggml's blocks their headers, [n, blocks, bytes] uint8.
         zeros: [n, G] int16, the zero points z; None is the middle of the range, 8 or 128.
     """
 
@@ -34,32 +34,25 @@ class Integers:
         zeros = None if self.zeros is None else self.zeros[start:stop]
         return Integers(self.levels[start:stop], self.scales[start:stop], zeros)
 
-    def columns(self, ranges: Sequence[Range], group: int) -> Integers:
+    def columns(self, ranges: Sequence[Range], layout: QuantizedLayout) -> Integers:
         """Columns, one range after the other.
 
         Args:
-            ranges: whole groups, but for the last one, which may end with the row.
-            group: columns of a group, or of a block; 0 where a row has one scale.
+            ranges: whole groups, or blocks, but for the last one, which may end with the row.
         """
         levels = torch.cat([self.levels[:, start:stop] for start, stop in ranges], 1)
-        if not group:
+        if not (group := layout.apart):
             return Integers(levels, self.scales, self.zeros)
         groups = [(start // group, -(-stop // group)) for start, stop in ranges]
-        scales, zeros = (
-            None if item is None else torch.cat([item[:, a:b] for a, b in groups], 1)
-            for item in (self.scales, self.zeros)
-        )
-        assert scales is not None
-        return Integers(levels, scales, zeros)
+        front, rest = self.scales.tensor_split([int(layout.has_factors)], 1)
+        scales = torch.cat([front, *(rest[:, a:b] for a, b in groups)], 1)
+        if self.zeros is None:
+            return Integers(levels, scales)
+        return Integers(levels, scales, torch.cat([self.zeros[:, a:b] for a, b in groups], 1))
 
     def values(self, layout: QuantizedLayout) -> Tensor:
         """[n, K] float32, what they stand for."""
-        width, columns = layout.group or self.levels.shape[1], self.levels.shape[1]
-        scales = self.scales.repeat_interleave(width, 1)[:, :columns]
-        if self.zeros is None:
-            return (layout.values(self.levels) - layout.middle) * scales
-        zeros = self.zeros.float().repeat_interleave(width, 1)[:, :columns]
-        return (layout.values(self.levels) - zeros) * scales
+        return layout.numbers(self.levels, self.scales, self.zeros)
 
     @classmethod
     def joined(cls, items: Sequence[Integers]) -> Integers:
@@ -70,6 +63,18 @@ class Integers:
             torch.cat([item.scales for item in items]),
             torch.cat(zeros) if zeros else None,
         )
+
+    @classmethod
+    def beside(cls, parts: Sequence[Integers], layout: QuantizedLayout) -> Integers:
+        """Columns of one after those of the other, of the same rows."""
+        levels, first = torch.cat([part.levels for part in parts], 1), parts[0]
+        if not layout.apart:
+            # one scale for each row, which all parts have
+            return cls(levels, first.scales, first.zeros)
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        front = int(layout.has_factors)
+        scales = [first.scales, *(part.scales[:, front:] for part in parts[1:])]
+        return cls(levels, torch.cat(scales, 1), torch.cat(zeros, 1) if zeros else None)
 
 
 def widened(item: Integers, layout: QuantizedLayout) -> Integers:

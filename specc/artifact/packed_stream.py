@@ -50,10 +50,11 @@ def zero_rows(rows: int, columns: int, layout: QuantizedLayout) -> Integers:
     if (own := layout.blocks) is not None:
         headers = torch.zeros(rows, columns // own.columns, own.header_bytes, dtype=torch.uint8)
         return Integers(torch.zeros(rows, columns, dtype=torch.uint8), headers)
-    shape = rows, layout.num_groups(columns)
+    groups = layout.num_groups(columns)
     levels = torch.full((rows, columns), 0 if layout.has_zeros else layout.middle)
-    zeros = torch.zeros(shape) if layout.has_zeros else None
-    return Integers(levels.to(torch.uint8), torch.zeros(shape), zeros)
+    zeros = torch.zeros(rows, groups) if layout.has_zeros else None
+    scales = torch.zeros(rows, groups + layout.has_factors)
+    return Integers(levels.to(torch.uint8), scales, zeros)
 
 
 def rounded_rows(

@@ -7,13 +7,15 @@ of columns, or for each output:
   own beside each scale.
 - fp8: the bits of e4m3, v · s, without NaN.
 - mxfp4: the code of e2m1, v · s; groups are of 32 columns, and each s is a power of two, e8m0.
+- nvfp4: likewise, groups are of 16 columns, and each s is e4m3 times a factor of the output.
 - q4_k, q8_0, …: a format of ggml's blocks, of which `block_formats.py` tells all that follows.
 
 A block of 32 outputs is one stream of bytes, in the order in which `specc.linear_q` uses them: a
 header of scales, and the levels that it is for. There is a header for each group, one for all
-columns where an output has one scale, and in mxfp4 one for 4 groups. It has, of each group, 32
-scales in float32, then 32 zero points in int16 where there are any; in mxfp4 4 · 32 bytes, the
-exponents of float32 (0 is scale 0). Levels follow in units, [32 outputs, bytes]:
+columns where an output has one scale, and in mxfp4 and nvfp4 one for 128 columns. It has, of each
+group, 32 scales in float32, then 32 zero points in int16 where there are any; in mxfp4 4 · 32 bytes
+and in nvfp4 8 · 32 (`byte_scales.py`). In nvfp4 a block begins with its 32 factors in float32.
+Levels follow in units, [32 outputs, bytes]:
 
 - 8 bits: units of 4 columns, a byte each; of fp8 they are of 2 columns.
 - 4 bits: units of 8 columns in 4 bytes: byte i has column i in its low and column 4 + i in its high
@@ -38,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.artifact import fragments
+from specc.artifact import byte_scales, fragments
 from specc.artifact.block_formats import FORMATS, BlockFormat
 from specc.artifact.fragments import BESIDE, HALF
 from specc.artifact.weight_layout import BLOCK
@@ -50,10 +52,10 @@ GGML = "ggml"
 FRAGMENTS = "fragments"
 # the largest values of e4m3 and e2m1
 FP8_MOST, FP4_MOST = 448.0, 6.0
-# of mxfp4, columns with one header
-_MX_COLUMNS = 128
-_NAMES = {(8, False): "int8", (4, False): "int4", (8, True): "fp8", (4, True): "mxfp4"}
-_NAME = re.compile(r"(int8|int4|fp8)(?:-g(\d+))?(-zeros)?|mxfp4")
+_NAMES = {(8, False): "int8", (4, False): "int4", (8, True): "fp8"}
+# columns of a scale → kind of layouts in e2m1
+_OF_E2M1 = {group: kind for kind, group in byte_scales.GROUPS.items()}
+_NAME = re.compile(r"(int8|int4|fp8)(?:-g(\d+))?(-zeros)?")
 _ORDER = re.compile(rf"{FRAGMENTS}(?:-({BESIDE}|(?!{HALF}$)[1-9]\d{{1,8}}))?")
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -64,9 +66,10 @@ class QuantizedLayout:
 
     Args:
         bits: 8 or 4, of a level.
-        group: columns that share a scale: one of `GROUPS`, or 0 for all of an output (8 bits).
+        group: columns that share a scale: one of `GROUPS`, or 0 for all of an output (8 bits), or
+            16 of nvfp4.
         has_zeros: each group has its own zero point (integers).
-        is_float: levels are e4m3 (8 bits) or e2m1 with e8m0 scales (4 bits, groups of 32).
+        is_float: levels are e4m3 (8 bits) or e2m1 (4 bits): mxfp4 in groups of 32, nvfp4 of 16.
         format: of ggml's blocks, which bits and group are those of; empty for a layout of specc, or
             `FRAGMENTS` for the same in that order, with `-` and the distance of the halves of its
             blocks where that is not 16.
@@ -92,7 +95,7 @@ class QuantizedLayout:
             return
         if self.format and not self._may_be_fragments:
             raise ValueError(f"no fragments of {self.bits} bits in groups of {self.group}")
-        groups = {8: (0, *GROUPS), 4: (32,) if self.is_float else GROUPS}
+        groups = {8: (0, *GROUPS), 4: tuple(_OF_E2M1) if self.is_float else GROUPS}
         is_known = self.group in groups.get(self.bits, ())
         if not is_known or (self.has_zeros and self.is_float):
             kind = "float weights" if self.is_float else "weights"
@@ -106,11 +109,11 @@ class QuantizedLayout:
         plain, _, order = name.partition(f"-{FRAGMENTS}")
         if plain != name:
             return replace(cls.named(plain), format=FRAGMENTS + order)
+        if (own := byte_scales.GROUPS.get(name)) is not None:
+            return cls(4, own, is_float=True)
         found = _NAME.fullmatch(name)
         if found is None:
             raise ValueError(f"no layout of weights is called {name}")
-        if name == "mxfp4":
-            return cls(4, 32, False, True)
         kind = found[1]
         return cls(4 if kind == "int4" else 8, int(found[2] or 0), bool(found[3]), kind == "fp8")
 
@@ -119,15 +122,17 @@ class QuantizedLayout:
         """`int8-g32`, `int4-g64-zeros`, `fp8`, `mxfp4`, `int4-g32-fragments`, `…-64`, `q4_k`, …"""
         if self.kind == GGML:
             return self.format
-        group = f"-g{self.group}" if self.group and self.kind != "mxfp4" else ""
+        group = f"-g{self.group}" if self.group and not self.has_byte_scales else ""
         order = f"-{self.format}" if self.format else ""
         return self.kind + group + ("-zeros" if self.has_zeros else "") + order
 
     @property
     def kind(self) -> str:
-        """`int8`, `int4`, `fp8` or `mxfp4`: what its levels are; `ggml` of ggml's blocks."""
+        """What its levels are: `int8`, `int4`, `fp8`, `mxfp4`, `nvfp4`, or `ggml`, its blocks."""
         if self.blocks is not None:
             return GGML
+        if self.has_byte_scales:
+            return _OF_E2M1[self.group]
         return _NAMES[self.bits, self.is_float]
 
     @property
@@ -222,16 +227,31 @@ class QuantizedLayout:
     @property
     def header_columns(self) -> int:
         """Columns with one header, the last of which may have fewer; 0 for all of an output."""
-        return _MX_COLUMNS if self._is_mx else self.group
+        return byte_scales.TOGETHER if self.has_byte_scales else self.group
 
     @property
     def header_bytes(self) -> int:
-        scales = _MX_COLUMNS // self.group if self._is_mx else 4
+        scales = byte_scales.TOGETHER // self.group if self.has_byte_scales else 4
         return (scales + (2 if self.has_zeros else 0)) * BLOCK
 
     @property
-    def _is_mx(self) -> bool:
+    def has_byte_scales(self) -> bool:
         return self.is_float and self.bits == 4
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether an output has a factor of its scales, which is the first of them."""
+        return self.kind == byte_scales.NVFP4
+
+    @property
+    def front_bytes(self) -> int:
+        """Of factors, with which a block begins; of mxfp4 in fragments alone."""
+        is_any = self.has_byte_scales and self.is_fragments
+        return 4 * BLOCK if self.has_factors or is_any else 0
+
+    def scales(self, parts: Tensor) -> Tensor:
+        """What levels of each group are multiplied with, [N, G], of scales as `pack` has them."""
+        return parts[:, 1:] * parts[:, :1] if self.has_factors else parts
 
     def num_groups(self, columns: int) -> int:
         return -(-columns // self.group) if self.group else 1
@@ -249,9 +269,19 @@ class QuantizedLayout:
         units = -(-columns // self.unit)
         unit_bytes = BLOCK * self.unit * self.bits // 8
         head = headers * self.header_bytes
-        if self.is_fragments and self._is_mx:
-            head = BLOCK * self.num_groups(columns)  # no exponents beyond the last group
-        return blocks, head + units * unit_bytes
+        if self.is_fragments and self.has_byte_scales:
+            head = BLOCK * self.num_groups(columns)  # no scales beyond the last group
+        return blocks, self.front_bytes + head + units * unit_bytes
+
+    def numbers(self, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """The weight [N, K], float32, of parts as `pack` has them."""
+        if self.blocks is not None:
+            return self.blocks.numbers(levels, scales)
+        columns, scales = levels.shape[1], self.scales(scales)
+        zeros = torch.full_like(scales, self.middle) if zeros is None else zeros.float()
+        width = self.group or columns
+        zeros, scales = (x.repeat_interleave(width, 1)[:, :columns] for x in (zeros, scales))
+        return (self.values(levels) - zeros) * scales
 
     def values(self, levels: Tensor) -> Tensor:
         """What levels are before zero points and scales, float32."""
@@ -272,8 +302,8 @@ def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: Quantized
 
     Args:
         levels: [N, K] uint8: the integers u, the bits of e4m3, or codes of e2m1 (sign in bit 3).
-        scales: [N, G] float32, one for each output and group; of mxfp4 powers of two from 2^-126
-            to 2^127, or 0.
+        scales: [N, G] float32, one for each output and group, as `byte_scales.check` has them in
+            e2m1; of nvfp4 [N, 1 + G], after the output's factor.
         zeros: [N, G] integers from 0 to 256, where the layout has them.
         layout: of the result. Of ggml's blocks, levels and scales are as `Integers` has them.
     Returns:
@@ -284,19 +314,25 @@ def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: Quantized
     if layout.blocks is not None:
         return layout.blocks.pack(levels, scales)
     outputs, columns = levels.shape
-    _check_parts(levels, scales, zeros, layout)
+    check_parts(levels, scales, zeros, layout)
     blocks, block_bytes = layout.stored_shape(levels.shape)
-    more = blocks * BLOCK - outputs
-    levels, scales = _more_rows(levels, more), _more_rows(scales.float(), more)
-    zeros = None if zeros is None else _more_rows(zeros, more)
+    pad, more = torch.nn.functional.pad, (0, 0, 0, blocks * BLOCK - outputs)
+    levels, scales = pad(levels, more), pad(scales.float(), more)
+    zeros = None if zeros is None else pad(zeros, more)
     if layout.is_fragments:
         return fragments.pack(levels, scales, zeros, layout.kind, layout.distance)
     out = torch.empty(blocks, block_bytes, dtype=torch.uint8)
-    width, place = layout.header_columns or columns, 0
+    width, place = layout.header_columns or columns, layout.front_bytes
+    if layout.has_factors:
+        out[:, :place] = _bytes_of(scales[:, :1], torch.float32).view(blocks, -1)
+        scales = scales[:, 1:]
     per_header, units = layout.num_groups(width), _units(levels, layout)
     for header, first in enumerate(range(0, columns, width)):
         own = slice(header * per_header, (header + 1) * per_header)
-        parts = [_scale_bytes(scales[:, own], layout)]
+        if layout.has_byte_scales:
+            parts = [byte_scales.header(scales[:, own], layout.kind)]
+        else:
+            parts = [_bytes_of(scales[:, own], torch.float32)]
         if layout.has_zeros:
             assert zeros is not None
             parts.append(_bytes_of(zeros[:, own], torch.int16))
@@ -312,7 +348,7 @@ def pack(levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: Quantized
 def unpack(
     stored: Tensor, shape: Sequence[int], layout: QuantizedLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `pack` was given: levels [N, K] uint8, scales [N, G] float32, zeros [N, G] int16.
+    """What `pack` was given: levels [N, K] uint8, scales float32, zeros [N, G] int16.
 
     Of ggml's blocks these are levels, headers and nothing.
 
@@ -326,8 +362,9 @@ def unpack(
         return codes[:outputs], headers[:outputs], headers.new_empty(0, dtype=torch.int16)
     if layout.is_fragments:
         order = layout.kind, layout.has_zeros, layout.distance
-        item = fragments.unpack(stored, columns, layout.num_groups(columns), *order)
-        middle = torch.full(item[1].shape, layout.middle, dtype=torch.int16)
+        groups = layout.num_groups(columns)
+        item = fragments.unpack(stored, columns, groups, *order)
+        middle = torch.full((len(item[0]), groups), layout.middle, dtype=torch.int16)
         points = middle if item[2] is None else item[2]
         return item[0][:outputs], item[1][:outputs], points[:outputs]
     blocks, width, place = stored.shape[0], layout.header_columns or shape[1], 0
@@ -339,10 +376,15 @@ def unpack(
         place += count
         return part.contiguous()
 
+    if layout.has_factors:
+        scales.append(take(layout.front_bytes).view(torch.float32).reshape(-1, 1))
     for first in range(0, columns, width):
         own = min(width, columns - first)
-        num_scales = layout.header_bytes - (2 * BLOCK if layout.has_zeros else 0)
-        scales.append(_scales_of(take(num_scales), layout)[:, : layout.num_groups(own)])
+        head = take(layout.header_bytes - (2 * BLOCK if layout.has_zeros else 0))
+        if layout.has_byte_scales:
+            scales.append(byte_scales.of_header(head, layout.kind)[:, : layout.num_groups(own)])
+        else:
+            scales.append(head.view(torch.float32).reshape(-1, 1))
         if layout.has_zeros:
             zeros.append(take(2 * BLOCK).view(torch.int16).reshape(-1, 1))
         units = -(-own // layout.unit)
@@ -353,7 +395,7 @@ def unpack(
             data = torch.cat([data & 15, data >> 4], -1)
         levels.append(data.reshape(blocks * BLOCK, -1)[:outputs, :own])
     all_scales = torch.cat(scales, 1)[:outputs]
-    middle = torch.full(all_scales.shape, layout.middle, dtype=torch.int16)
+    middle = torch.full((outputs, layout.num_groups(columns)), layout.middle, dtype=torch.int16)
     all_zeros = torch.cat(zeros, 1)[:outputs] if zeros else middle
     return torch.cat(levels, 1), all_scales, all_zeros
 
@@ -363,47 +405,22 @@ def dequantize(stored: Tensor, shape: Sequence[int], layout: QuantizedLayout) ->
     if len(shape) == 3:
         each = stored.split(max(1, len(stored) // max(1, shape[0])))
         return torch.stack([dequantize(item, shape[1:], layout) for item in each])
-    levels, scales, zeros = unpack(stored, shape, layout)
-    if layout.blocks is not None:
-        return layout.blocks.numbers(levels, scales)
-    width = layout.group or shape[1]
-    wide = lambda item: item.repeat_interleave(width, 1)[:, : shape[1]]  # noqa: E731
-    return (layout.values(levels) - wide(zeros).float()) * wide(scales)
+    return layout.numbers(*unpack(stored, shape, layout))
 
 
-def check_stored(stored: Tensor, columns: int, layout: QuantizedLayout) -> None:
-    """Look at blocks that somebody else has packed.
-
-    Args:
-        stored: uint8 [blocks, bytes of a block].
-        columns: K.
-    Raises:
-        ValueError: scales or levels that are not finite, or zero points that no kernel takes.
-    """
-    levels, scales, zeros = unpack(stored, (len(stored) * BLOCK, columns), layout.unpaired)
-    if layout.blocks is None:
-        _check_parts(levels, scales, zeros if layout.has_zeros else None, layout)
-        numbers = scales
-    else:
-        numbers = layout.blocks.numbers(levels, scales)
-    if not numbers.isfinite().all():
-        raise ValueError("scales that are not finite")
-
-
-def _check_parts(
+def check_parts(
     levels: Tensor, scales: Tensor, zeros: Tensor | None, layout: QuantizedLayout
 ) -> None:
+    """Raises ValueError: see `pack`."""
     if layout.is_float and layout.bits == 8:
         wrong = int((levels & 127 == 127).sum())
         if wrong:
             raise ValueError(f"{wrong} values of e4m3 are NaN")
-    if layout.is_float and layout.bits == 4:
-        wrong = int(((scales.float().view(torch.int32) & 0x807FFFFF) != 0).sum())
-        wrong += int((~scales.isfinite()).sum())
-        if wrong:
-            raise ValueError(f"{wrong} scales are not powers of two from 2^-126 to 2^127")
-        if layout.is_fragments:
-            fragments.check_factors(levels, scales)
+    if layout.has_byte_scales:
+        own = scales[:, 1:] if layout.has_factors else scales
+        byte_scales.check(own, layout.kind)
+        if layout.is_fragments and layout.kind == byte_scales.MXFP4:
+            fragments.check_factors(levels, own)
     if zeros is not None and zeros.numel():
         least, most = int(zeros.min()), int(zeros.max())
         # sums of 32 bits hold so much, and bfloat16
@@ -412,30 +429,8 @@ def _check_parts(
             raise ValueError(f"zero points from {least} to {most}")
 
 
-def _more_rows(values: Tensor, count: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, 0, 0, count))
-
-
 def _bytes_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).contiguous().view(torch.uint8)
-
-
-def _scale_bytes(scales: Tensor, layout: QuantizedLayout) -> Tensor:
-    """Scales [blocks · 32, groups of a header] in their order."""
-    if not (layout.is_float and layout.bits == 4):
-        return _bytes_of(scales, torch.float32)
-    groups = _MX_COLUMNS // layout.group
-    bytes_ = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
-    bytes_ = torch.nn.functional.pad(bytes_, (0, groups - bytes_.shape[1]))
-    return bytes_.view(-1, BLOCK, groups).transpose(1, 2).contiguous()
-
-
-def _scales_of(part: Tensor, layout: QuantizedLayout) -> Tensor:
-    """[blocks · 32, groups of a header] float32 of the bytes of headers [blocks, bytes]."""
-    if not (layout.is_float and layout.bits == 4):
-        return part.view(torch.float32).reshape(-1, 1)
-    bytes_ = part.view(len(part), -1, BLOCK).transpose(1, 2).reshape(len(part) * BLOCK, -1)
-    return (bytes_.int() << 23).view(torch.float32)
 
 
 def _units(levels: Tensor, layout: QuantizedLayout) -> Tensor:

@@ -100,7 +100,7 @@ def _parts(
     """A rank's rows and columns of whole matrices, or of rows that are its own."""
     outputs, place = part.shape[0], 0
     for item in items:
-        own = item.columns(part.columns, layout.apart)
+        own = item.columns(part.columns, layout)
         if not part.rows:
             yield own
             continue
@@ -142,7 +142,7 @@ def integer_rows(
 def _factors(item: Integers, layout: QuantizedLayout) -> Tensor:
     """Scales [n, G]; where groups have minima, these beside them."""
     if layout.blocks is None:
-        return item.scales
+        return layout.scales(item.scales)
     scales, minima = layout.blocks.factors(item.scales)
     return scales if minima is None else torch.cat([scales, minima], 1)
 

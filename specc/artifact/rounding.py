@@ -57,7 +57,8 @@ def round_weight(weight: Tensor, layout: QuantizedLayout) -> Integers:
     int4 has the scales and zero points of `search_scales`. int8 has scale max |w| / 127, or, with
     zero points, the smallest and the largest weight, or 0, at the ends of the range. fp8 has 448,
     the largest of e4m3, at the largest |w|. mxfp4 has the exponent of the largest |w| less 2, that
-    of e2m1's largest; what is beyond 6 is 6.
+    of e2m1's largest; what is beyond 6 is 6. nvfp4 has 6 at the largest |w| of a group, and a
+    factor that makes the largest scale of an output 448.
     ggml's blocks are of `round_to_blocks`.
 
     Raises:
@@ -71,14 +72,19 @@ def round_weight(weight: Tensor, layout: QuantizedLayout) -> Integers:
     padded = torch.nn.functional.pad(weight, (0, groups * width - columns))
     values = padded.reshape(outputs * groups, width)
     zeros: Tensor | None = None
-    if layout.is_float:
+    if layout.has_factors:
+        factors = weight.abs().amax(1, keepdim=True) / (FP4_MOST * FP8_MOST)
+        values /= torch.where(factors == 0, 1, factors).repeat_interleave(groups, 0)
+        levels, scales = _round_floats(values, layout)
+        scales = torch.cat([factors, scales.view(outputs, groups)], 1)
+    elif layout.is_float:
         levels, scales = _round_floats(values, layout)
     else:
         scales, zeros = scales_of(values, layout)
         levels = nearest_levels(values, scales, zeros, layout)
         zeros = None if zeros is None else zeros.view(outputs, groups)
     levels = levels.view(outputs, -1)[:, :columns]
-    return Integers(levels, scales.view(outputs, groups), zeros)
+    return Integers(levels, scales.view(outputs, -1), zeros)
 
 
 def scales_of(values: Tensor, layout: QuantizedLayout) -> tuple[Tensor, Tensor | None]:
@@ -205,9 +211,12 @@ def _round_floats(values: Tensor, layout: QuantizedLayout) -> tuple[Tensor, Tens
         scaled = values / torch.where(scales == 0, 1, scales).unsqueeze(-1)
         scaled = scaled.clamp(-FP8_MOST, FP8_MOST)
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
-    _, exponent = torch.frexp(largest)  # largest = fraction · 2^exponent, fraction in [0.5, 1)
-    byte = (exponent - 1 - 2 + 127).clamp(1, 254)
-    scales = torch.where(largest == 0, 0, (byte << 23).view(torch.float32))
+    if layout.has_factors:
+        scales = (largest / FP4_MOST).clamp(max=FP8_MOST).to(torch.float8_e4m3fn).float()
+    else:
+        _, exponent = torch.frexp(largest)  # largest = fraction · 2^exponent, fraction in [0.5, 1)
+        byte = (exponent - 1 - 2 + 127).clamp(1, 254)
+        scales = torch.where(largest == 0, 0, (byte << 23).view(torch.float32))
     scaled = (values / torch.where(scales == 0, 1, scales).unsqueeze(-1)).clamp(-FP4_MOST, FP4_MOST)
     # halfway between two codes is the even one
     middles = (E2M1[1:] + E2M1[:-1]) / 2

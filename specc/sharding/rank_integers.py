@@ -66,17 +66,7 @@ class RankIntegers(DecodedWeight):
         return self.held
 
     def values(self, reader: TensorReader, start: int, stop: int) -> Tensor:
-        part = self.integers(reader, start, stop)
-        if self.held.blocks is not None:
-            return self.held.blocks.numbers(part.levels, part.scales)
-        width = self.held.group or self.shape[1]
-
-        def wide(item: Tensor) -> Tensor:
-            return item.float().repeat_interleave(width, 1)[:, : self.shape[1]]
-
-        middle = torch.full_like(part.scales, self.held.middle)
-        zeros = middle if part.zeros is None else part.zeros
-        return (self.held.values(part.levels) - wide(zeros)) * wide(part.scales)
+        return self.integers(reader, start, stop).values(self.held)
 
     def integers(self, reader: TensorReader, start: int, stop: int) -> Integers:
         outputs, found = self.whole[-2], []
@@ -89,16 +79,7 @@ class RankIntegers(DecodedWeight):
     def _rows(self, matrix: int, rows: Run) -> Integers:
         """Rows that one rank has, or parts of which all ranks have: all columns."""
         parts = [self._part(matrix, rows, columns) for columns in self._runs(-1)]
-        if not self.held.group:
-            # one scale for each row, which all ranks have
-            levels = torch.cat([part.levels for part in parts], 1)
-            return Integers(levels, parts[0].scales, parts[0].zeros)
-        zeros = [part.zeros for part in parts if part.zeros is not None]
-        return Integers(
-            torch.cat([part.levels for part in parts], 1),
-            torch.cat([part.scales for part in parts], 1),
-            torch.cat(zeros, 1) if zeros else None,
-        )
+        return Integers.beside(parts, self.held)
 
     def _part(self, matrix: int, rows: Run, columns: Run) -> Integers:
         # a weight is cut along one dimension: the other one says nothing of the rank
@@ -117,7 +98,7 @@ class RankIntegers(DecodedWeight):
         found = Integers(levels, scales, zeros if self.held.has_zeros else None)
         own = found.rows(rows.local - first, last - first)
         asked = columns.local, columns.local + columns.stop - columns.start
-        return own.columns((asked,), self.held.apart)
+        return own.columns((asked,), self.held)
 
     def _cut(self, dim: int) -> Cut:
         if self.cut is None:

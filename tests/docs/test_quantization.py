@@ -58,7 +58,7 @@ def every_layout() -> list[str]:
         for group in (f"-g{size}" if size else "" for size in groups)
         for zeros in (("",) if kind == "fp8" else ("", "-zeros"))
     ]
-    return [*made, "mxfp4"]
+    return [*made, "mxfp4", "nvfp4"]
 
 
 def expected(layout: QuantizedLayout) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack
 from specc.kernels.cuda import add_norm_linear, linear_q, linear_q_fragments
 from specc.kernels.cuda.few_rows import forced
-from specc.kernels.cuda.few_rows_tiles import FRAGMENTS, NORMED_LAYOUTS, Tile, quantized_tiles
+from specc.kernels.cuda.few_rows_tiles import FRAGMENTS, Tile, quantized_tiles
 
 FIRST = "int4-g128"
 KINDS = (FIRST, "int8", "fp8", "mxfp4", "int4-g32")
@@ -62,11 +62,6 @@ def compile_candidate(kind: str, rows: int, number: int) -> None:
     x = torch.zeros(rows, 2048, dtype=DTYPE, device=device)
     weight.multiply(x, candidates(kind, rows)[number])
     torch.cuda.synchronize()
-
-
-def has_norm(kind: str, shape: tuple[int, int]) -> bool:
-    """Whether a product has a kernel with a norm in front."""
-    return f"{kind}-fragments" in NORMED_LAYOUTS and shape[1] <= NORMED_MOST
 
 
 @dataclass(frozen=True)

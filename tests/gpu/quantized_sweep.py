@@ -34,13 +34,13 @@ from tests.gpu.quantized_products import (
     DTYPE,
     FIRST,
     KINDS,
+    NORMED_MOST,
     NORMED_ROWS,
     OUTPUTS,
     SHAPES,
     Weight,
     candidates,
     compile_candidate,
-    has_norm,
     name_of,
 )
 from tests.gpu.results import Device, Results
@@ -147,7 +147,7 @@ class QuantizedSweep(Sweep):
                 "repeats": self.graphs.same(again, found),
                 "row is the same alone": self.graphs.same([found[:1]], first),
             })  # fmt: skip
-        if has_norm(kind, SHAPES[shape]):
+        if SHAPES[shape][1] <= NORMED_MOST:
             items += self._check_normed(weight, x)
         is_right = all(
             item["off"] <= MOST_OFF[item["tile"] == NORMED] and item["repeats"] for item in items

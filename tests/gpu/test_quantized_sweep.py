@@ -41,7 +41,7 @@ def test_every_path(tmp_path: Path) -> None:
     counts = {name: len(found.pop(name)["cases"]) for name in checks}
     assert set(counts.values()) == {4, 6}
     assert {name for name in counts if counts[name] == 6} == {
-        f"{kind} 8b o is right" for kind in ("int4-g128", "int8", "fp8")
+        f"{kind} 8b o is right" for kind in KINDS
     }
     items = [*found.values()]
     assert not [item for item in items if "error" in item]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from specc.artifact.backends import facts_of
+from specc.artifact.decoders.kept_integers import KeptIntegers
+from specc.artifact.quantized_layout import QuantizedLayout
 from tests import branded_checkpoints as branded
 from tests import quantized_checkpoints as made
 from tests.runtime.test_quantized import TOLERANCE, check_logits, check_plans
@@ -23,8 +26,8 @@ from tests.runtime.test_quantized_checkpoints import (
         ("qwen3", branded.auto_round(made.awq(32), "auto_awq"), "int4-g32-zeros"),
         ("llama", branded.fbgemm(), "fp8"),
         ("qwen3", branded.modelopt_fp8(), "fp8"),
-        ("llama", branded.modelopt_nvfp4(), None),
-        ("llama", branded.packed_nvfp4(), None),
+        ("llama", branded.modelopt_nvfp4(), "nvfp4"),
+        ("llama", branded.packed_nvfp4(), "nvfp4"),
         ("llama", branded.quark_mxfp4(), "mxfp4"),
         ("qwen2", branded.bitsandbytes("nf4", 64, 8), None),
         ("llama", branded.bitsandbytes("fp4"), None),
@@ -39,3 +42,12 @@ def test_plans_and_logits(make, name, form, layout) -> None:  # noqa: F811
         check_integers(written, engine)
     check_logits(engine, reference(written), "float32", TOLERANCE)
     check_plans(engine)
+
+
+def test_who_holds_nvfp4_as_numbers() -> None:
+    """What no kernel reads is decoded, where mxfp4 is refused."""
+    kept = KeptIntegers(QuantizedLayout.named("nvfp4"))
+    for backend in ("cpu", "eager", "cuda"):
+        assert kept.held_as(facts_of(backend).quantized) == kept
+    for backend in ("onnx", "tensorrt"):
+        assert kept.held_as(facts_of(backend).quantized) is None

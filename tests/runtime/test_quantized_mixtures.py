@@ -17,6 +17,7 @@ from specc.artifact.directory import read_manifest
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.config import CompileConfig
 from specc.runtime.backends.program_files import read_json
+from tests import branded_checkpoints as branded
 from tests import engines, models
 from tests import quantized_checkpoints as made
 from tests.mxfp4_experts import write_experts
@@ -120,6 +121,7 @@ MIXTRAL, QWEN = ("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")
         pytest.param("mixtral", MIXTRAL, made.packed(8, None), "float32", "int8", marks=SLOW),
         pytest.param("qwen3_moe", QWEN, made.float8_blocks(32), "float32", "fp8-g32", marks=SLOW),
         pytest.param("mixtral", MIXTRAL, made.packed_mxfp4(), "float32", "mxfp4", marks=SLOW),
+        pytest.param("qwen3_moe", QWEN, branded.packed_nvfp4(), "float32", "nvfp4", marks=SLOW),
     ],
 )
 def test_integers_of_checkpoints(build, tmp_path, name, names, form: Format, dtype, layout) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specc.artifact.byte_scales import NVFP4
 from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.quantized_layout import GGML, QuantizedLayout
 from specc.artifact.safetensors_io import tensor_bytes
@@ -39,11 +40,12 @@ class KeptIntegers:
         """This, or the same numbers in another layout, where a backend lacks ggml's blocks.
 
         Args:
-            kinds: of layouts that it has. Others than ggml's are refused by a pass, not here.
+            kinds: of layouts that it has. Others than ggml's and nvfp4 are refused by a pass, not
+                here.
         Returns:
             None where it holds them as numbers alone.
         """
-        if self.layout.kind != GGML or GGML in kinds:
+        if self.layout.kind not in (GGML, NVFP4) or self.layout.kind in kinds:
             return self
         wide = self.layout.widened
         return replace(self, layout=wide) if wide is not None and wide.kind in kinds else None

@@ -29,8 +29,6 @@ GROUP, _BIAS, _NAN = 32, 127, 255
 LAYOUT = QuantizedLayout(4, GROUP, is_float=True)
 SMALLEST = 2.0**-_BIAS
 _BLOCKS, _SCALES = "_blocks", "_scales"
-# by sign, exponent and fraction, one number of 4 bits
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def decode_mxfp4(
 
 def _integers(reader: TensorReader, scale: str, codes: Tensor, scales: Tensor) -> Integers:
     """Rows of codes [n, K / 2], low bits first, with scales [n, K / 32]."""
-    levels = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    levels = codes_of(codes)
     return Integers(levels, held_scales(levels, scales, f"{scale} in {reader.location(scale)}"))
 
 
@@ -122,11 +120,14 @@ def held_scales(levels: Tensor, scales: Tensor, told: str) -> Tensor:
     return torch.where(is_small, 0, scales)
 
 
+def codes_of(stored: Tensor) -> Tensor:
+    """Codes [..., 2 n] of bytes [..., n], low bits first."""
+    return torch.stack([stored & 15, stored >> 4], -1).flatten(-2)
+
+
 def e2m1_values(codes: Tensor) -> Tensor:
     """Numbers [..., 2 n] float32 of bytes [..., n], low bits first."""
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
-    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-    return table[nibbles.long()]
+    return LAYOUT.values(codes_of(codes))
 
 
 def e8m0_values(exponents: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Weights in e2m1 with a scale in e4m3 for each 16 columns, and one more for all of them: NVFP4.
 
 A matrix [N, K] is two numbers a byte, uint8 [N, K / 2], the even column in the low bits; scales
-e4m3 [N, K / 16]; and a float32 number g. compressed-tensors divides scales by it, ModelOpt
-multiplies with it. No layout of an engine holds them: they become numbers.
+e4m3 [N, K / 16]; and a float32 number g. ModelOpt multiplies scales with it, compressed-tensors
+divides by it: here they are multiplied with 1 / g, rounded once, which is the factor that an engine
+holds for each output (`byte_scales.py`).
 Source: https://github.com/vllm-project/compressed-tensors, src/compressed_tensors/compressors;
 https://github.com/NVIDIA/TensorRT-Model-Optimizer, modelopt/torch/quantization/qtensor.
 """
@@ -14,13 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specc.artifact.byte_scales import NVFP4
 from specc.artifact.decoders.decoded_weight import DecodedWeight
 from specc.artifact.decoders.float8 import FLOAT8
-from specc.artifact.decoders.mxfp4 import e2m1_values
+from specc.artifact.decoders.mxfp4 import codes_of
 from specc.artifact.decoders.stored_tensors import read_rows, read_tensor, require
+from specc.artifact.integers import Integers
+from specc.artifact.quantized_layout import QuantizedLayout
 from specc.artifact.safetensors_io import TensorReader
 
-GROUP = 16
+LAYOUT = QuantizedLayout.named(NVFP4)
+GROUP = LAYOUT.group
 
 
 @dataclass(frozen=True)
@@ -33,13 +38,22 @@ class NVFP4Weight(DecodedWeight):
 
     is_inverse: bool
 
+    @property
+    def layout(self) -> QuantizedLayout | None:
+        return LAYOUT
+
     def values(self, reader: TensorReader, start: int, stop: int) -> Tensor:
+        return self.integers(reader, start, stop).values(LAYOUT)
+
+    def integers(self, reader: TensorReader, start: int, stop: int) -> Integers:
         codes, scale, common = self.tensors[:3]
+        levels = codes_of(read_rows(reader, codes, start, stop))
         scales = read_rows(reader, scale, start, stop).float()
-        whole = read_tensor(reader, common).reshape(())
-        scales = scales / whole if self.is_inverse else scales * whole
-        found = e2m1_values(read_rows(reader, codes, start, stop))
-        return found * scales.repeat_interleave(GROUP, 1)
+        # an engine's have no sign: it goes to the numbers
+        levels ^= (scales < 0).to(torch.uint8).repeat_interleave(GROUP, 1) << 3
+        whole = read_tensor(reader, common).reshape(1, 1).expand(len(scales), 1)
+        factors = 1 / whole if self.is_inverse else whole
+        return Integers(levels, torch.cat([factors, scales.abs()], 1))
 
 
 def decode_nvfp4(

@@ -102,8 +102,8 @@ def _linear(rng: random.Random) -> Arguments:
 def _linear_q(rng: random.Random) -> Arguments:
     n, k = rng.choice((0, 1, 31, 32, 33, 97)), rng.choice((1, 2, 3, 127, 128, 129, 300))
     layouts = (
-        "int8", "int4-g32", "int4-g128-zeros", "int8-g64-zeros", "fp8", "mxfp4", "q5_1", "q4_k",
-        "q6_k",
+        "int8", "int4-g32", "int4-g128-zeros", "int8-g64-zeros", "fp8", "mxfp4", "nvfp4", "q5_1",
+        "q4_k", "q6_k",
     )  # fmt: skip
     layout = QuantizedLayout.named(rng.choice(layouts))
     if layout.blocks is not None:

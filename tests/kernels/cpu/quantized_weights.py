@@ -27,8 +27,11 @@ def random_weight(n: int, k: int, layout: QuantizedLayout) -> Tensor:
     levels = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
     zeros = torch.randint(0, 1 << layout.bits, (n, groups)) if layout.has_zeros else None
     scales = torch.randn(n, groups)
-    if layout.is_float and layout.bits == 4:
+    if layout.kind == "mxfp4":
         scales = torch.exp2(torch.randint(-9, 9, (n, groups)).float())
+    if layout.kind == "nvfp4":
+        codes = torch.randint(0, 127, (n, groups)).to(torch.uint8)
+        scales = torch.cat([torch.randn(n, 1), codes.view(torch.float8_e4m3fn).float()], 1)
     if layout.is_float and layout.bits == 8:
         levels = torch.where(levels & 127 == 127, 3, levels)
     return pack(levels, scales, zeros, layout)

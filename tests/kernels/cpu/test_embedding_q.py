@@ -13,7 +13,7 @@ from specc.kernels import native
 
 LAYOUTS = (
     "int8", "int8-g32", "int8-zeros", "int8-g128-zeros", "int4-g32", "int4-g64-zeros", "int4-g128",
-    "fp8", "fp8-g64", "mxfp4", *FORMATS,
+    "fp8", "fp8-g64", "mxfp4", "nvfp4", *FORMATS,
 )  # fmt: skip
 # a last unit, a last group and a last block that are not whole
 SHAPE = (70, 203)
@@ -43,6 +43,9 @@ def stored_weight(layout: QuantizedLayout, shape: tuple[int, int] = SHAPE) -> Te
     if layout.kind == "mxfp4":
         scales = torch.randint(-126, 127, (outputs, groups)).float().exp2()
         scales[::5] = 0
+    if layout.kind == "nvfp4":
+        codes = torch.randint(0, 127, (outputs, groups)).to(torch.uint8)
+        scales = torch.cat([scales[:, :1], codes.view(torch.float8_e4m3fn).float()], 1)
     zeros = torch.randint(0, 257, (outputs, groups)) if layout.has_zeros else None
     return pack(levels, scales, zeros, layout)
 

@@ -35,6 +35,7 @@ def operators() -> None:
     "torch.bfloat16-int4-g128-zeros",
     "torch.bfloat16-int8-g128",
     "torch.bfloat16-mxfp4",
+    "torch.bfloat16-nvfp4",
     "torch.bfloat16-fp8-g128",
     "torch.bfloat16-q5_0",
     "torch.bfloat16-q2_k",

@@ -54,7 +54,7 @@ OWN_BITS, FEWER_BITS = (ROWS[0], ROWS[3]), (ROWS[1], ROWS[2], ROWS[4])
 NAMES = (
     "int8", "int4-g32", "int4-g32-zeros", "int4-g64", "int4-g64-zeros", "int4-g128",
     "int4-g128-zeros", "int8-g32", "int8-g64", "int8-g128", "int8-zeros", "int8-g64-zeros",
-    "mxfp4", "fp8", "fp8-g32", "fp8-g128", *FORMATS,
+    "mxfp4", "fp8", "fp8-g32", "fp8-g128", *FORMATS, "nvfp4",
 )  # fmt: skip
 LAYOUTS = [QuantizedLayout.named(name) for name in NAMES]
 INTEGERS = [layout for layout in LAYOUTS if not layout.is_float and not layout.format]
@@ -194,6 +194,19 @@ def test_every_value_of_a_format(library) -> None:
         assert torch.equal(found, 4 * layout.values(levels).T)
 
 
+def test_every_scale_of_nvfp4(library) -> None:
+    """All bits of e4m3 without sign, subnormal ones too, times factors of their outputs."""
+    layout = QuantizedLayout.named("nvfp4")
+    codes = torch.arange(127).to(torch.uint8)[:, None].expand(-1, 3)
+    scales, factors = codes.view(torch.float8_e4m3fn).float(), torch.randn(127, 1)
+    # a level of 4 in each group, whose rows are 1 in that group alone
+    levels = torch.full((127, 48), 6, dtype=torch.uint8)
+    stored = pack(levels, torch.cat([factors, scales], 1), None, layout)
+    x = torch.eye(3).repeat_interleave(16, 1) / 64
+    found = run(library, x, stored, None, 127, layout)
+    assert torch.equal(found, (factors * scales).T)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.integers(0, 40) | st.integers(0, 6),
@@ -230,6 +243,7 @@ def test_bits_of_the_oracle(
     "native-float32-24-int4-g32-zeros",
     "native-float32-24-int4-g128-zeros",
     "native-float32-24-mxfp4",
+    "native-float32-24-nvfp4",
     "native-float32-24-fp8-g32",
     "native-float32-24-q4_0",
     "native-float32-24-q3_k",
@@ -243,6 +257,8 @@ def test_bits_of_the_oracle(
     "native-float32-8-int8",
     "native-float32-8-int4-g32-zeros",
     "native-float32-8-mxfp4",
+    "native-float32-16-nvfp4",
+    "native-bfloat16-8-nvfp4",
     "native-float32-8-q6_k",
     "native-bfloat16-8-int8-g32",
     "native-bfloat16-8-q5_1",
@@ -253,7 +269,7 @@ def test_bits_of_the_oracle(
         [pytest.param(kind, id=EVERY_ROW["ids"](kind)) for kind in OWN_BITS],
         [pytest.param(layout, id=layout.name) for layout in LAYOUTS],
     )
-    + [(kind, LAYOUTS[i]) for kind in FEWER_BITS for i in (0, 2, 7, 10, 12, 19, 23, 25)],
+    + [(kind, LAYOUTS[i]) for kind in FEWER_BITS for i in (0, 2, 7, 10, 12, 19, 23, 25, 28)],
     ids=lambda item: item.name if isinstance(item, QuantizedLayout) else EVERY_ROW["ids"](item),
 )
 def test_bits_of_a_row_depend_on_no_other_row_and_no_thread(library, kind, layout):

@@ -28,7 +28,7 @@ DECODED_TOLERANCE = {F32: 1e-5, F16: 2e-3, BF16: 1.2e-2}
 ALL = (
     *(f"int8{group}{zeros}" for group in ("", "-g32", "-g64", "-g128") for zeros in ("", "-zeros")),
     *(f"int4{group}{zeros}" for group in ("-g32", "-g64", "-g128") for zeros in ("", "-zeros")),
-    "fp8", "fp8-g32", "fp8-g64", "fp8-g128", "mxfp4",
+    "fp8", "fp8-g32", "fp8-g64", "fp8-g128", "mxfp4", "nvfp4",
 )  # fmt: skip
 # (M, K, N): short groups and units, less than a group, whole steps, several blocks, all rows
 SHAPES = ((1, 200, 70), (5, 33, 33), (16, 256, 40), (3, 331, 32), (2, 128, 100), (11, 100, 65))
@@ -139,5 +139,7 @@ def every_code(name: str) -> tuple[Tensor, Tensor]:
     if layout.bits == 8:
         codes = codes[(codes & 127) != 127]
     levels = torch.stack([codes.roll(i) for i in range(32)])
-    scales = torch.full((32, layout.num_groups(len(codes))), 0.25)
+    scales = torch.full((32, layout.num_groups(len(codes)) + layout.has_factors), 0.5)
+    if not layout.has_factors:
+        scales /= 2
     return pack(levels, scales, None, layout), layout.values(levels) / 4

@@ -269,8 +269,11 @@ def _multiply_fragments(a: Any, b: Any, acc: Any) -> Any:
 
 def _assembly(
     text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int
-) -> tuple[Any, ...]:
+) -> Any:
     # where layouts hold, a thread has such elements one after the other
+    if dtype == torch.int32:
+        (found,) = ptx_pairs.run_words(text, [arg.unsqueeze(-1) for arg in args], 1)
+        return tile(found.to(torch.int32))
     assert constraints.count("=&r") == len(dtype)
     found = ptx_pairs.run(text, [arg.unflatten(-1, (-1, pack)) for arg in args], len(dtype))
     return tuple(tile(item.flatten(-2)) for item in found)

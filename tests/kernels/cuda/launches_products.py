@@ -17,7 +17,6 @@ from specc.kernels.cuda import (
     add_norm_rope_write,
     embed_norm_rope_write,
     experts,
-    experts_fragments,
     few_rows,
     few_rows_tiles,
     invariant_linear,
@@ -149,7 +148,7 @@ def _experts_calls() -> Iterator[Any]:
 
 
 def _experts_fragments_calls() -> Iterator[Any]:
-    for name in experts_fragments.LAYOUTS:
+    for name in few_rows_tiles.FRAGMENT_LAYOUTS:
         for num_tokens in (1, _TOKENS, 16):
             yield from _calls_of_fragments(name, num_tokens)
 
@@ -225,7 +224,7 @@ def _linear_q_fragments_calls() -> Iterator[Any]:
 
 def _normed(distance: int) -> Iterator[tuple[Any, ...]]:
     """Operands of 6144 outputs up to a weight in fragments, a bias, and the layout's name."""
-    for name in few_rows_tiles.NORMED_LAYOUTS:
+    for name in few_rows_tiles.FRAGMENT_LAYOUTS:
         layout = QuantizedLayout.named(name).paired(distance)
         for num_rows in (1, _TOKENS):
             x, gamma = (meta(*n, _HIDDEN, dtype=torch.bfloat16) for n in ((1, num_rows), ()))

@@ -22,7 +22,7 @@ from specc.kernels.cuda import add_norm_fragments_kernels as kernels
 from specc.kernels.cuda.add_norm_gate_up import add_norm_gate_up
 from specc.kernels.cuda.add_norm_linear import add_norm_linear
 from specc.kernels.cuda.few_rows import Product, forced
-from specc.kernels.cuda.few_rows_tiles import NORMED_LAYOUTS, all_normed_tiles
+from specc.kernels.cuda.few_rows_tiles import FRAGMENT_LAYOUTS, all_normed_tiles
 from specc.kernels.reference.fused import ACTIVATIONS
 from specc.kernels.reference.products import (
     add_norm_gate_up_reference,
@@ -109,10 +109,10 @@ def check_gated(name: str, shape: Any, activation: str, device: Any) -> None:
     assert torch.equal(total.cpu(), sums)
 
 
-@pytest.mark.parametrize("name", NORMED_LAYOUTS)
+@pytest.mark.parametrize("name", FRAGMENT_LAYOUTS)
 def test_layouts(name: str, launched: list[Any], device: torch.device) -> None:
     """All of them, with and without a bias; gates by each activation."""
-    i = NORMED_LAYOUTS.index(name)
+    i = FRAGMENT_LAYOUTS.index(name)
     check_linear(name, SHAPES[i % 4], i % 3 == 0, device)
     check_gated(name, SHAPES[(i + 1) % 4], [*ACTIVATIONS][i % 4], device)
     assert [item["IS_GATED"] for item in launched] == [False, True]
@@ -161,7 +161,7 @@ def test_rows_and_columns_that_no_kernel_has(
     launched: list[Any], monkeypatch: Any, device: torch.device
 ) -> None:
     """They are the norm, `linear_q` by its own choice, and the gate."""
-    for rows, columns, name in ((9, 512, "int4-g64"), (2, 6400, "int4-g64"), (2, 512, "mxfp4")):
+    for rows, columns, name in ((9, 512, "int4-g64"), (2, 6400, "mxfp4")):
         check_linear("int8-fragments", ((rows,), 6400 if rows == 2 else columns, 2), True, device)
         check_gated(f"{name}-fragments", ((rows,), columns, 2), "gelu_tanh", device)
     # where something else than the kernel is asked for, its parts are as they are without that
@@ -204,7 +204,7 @@ def test_which_tiles() -> None:
         wide = all_normed_tiles("int4-g64-zeros-fragments", capability)
         assert few_rows_tiles.resident(wide[0], capability) == 1
         assert [few_rows_tiles.resident(tile, capability) for tile in tiles] == found
-        assert all_normed_tiles("mxfp4-fragments", capability) == ()
+        assert all_normed_tiles("int8-zeros-fragments", capability) == ()
     product = Product.of_layout("add_norm_linear", 5, BF16, (64, 256), "int8-fragments")
     assert [tile.block_m for tile in product.tiles] == [8]
     assert product.can_start_early

@@ -20,7 +20,7 @@ from specc.kernels.cuda import (
 from specc.kernels.cuda import add_norm_rope_fragments_kernels as kernels
 from specc.kernels.cuda.add_norm_rope_fragments import add_norm_rope_write
 from specc.kernels.cuda.few_rows import forced
-from specc.kernels.cuda.few_rows_tiles import NORMED_LAYOUTS, all_normed_tiles
+from specc.kernels.cuda.few_rows_tiles import FRAGMENT_LAYOUTS, all_normed_tiles
 from specc.kernels.reference.products import add_norm_rope_write_reference
 from tests.kernels.cuda import cases_add_norm as cases
 from tests.kernels.cuda.cases_write_kv import CANARY, Case, break_rows, split_slabs
@@ -97,7 +97,7 @@ def check(
 def test_places(case: str, launched: list[Any], device: torch.device) -> None:
     """Every kind of place, with and without a bias, in layouts in turn."""
     i = [*ROTATED].index(case)
-    check(NORMED_LAYOUTS[i % 7], ROTATED[case], 8, i % 2 == 0, device)
+    check(FRAGMENT_LAYOUTS[i % len(FRAGMENT_LAYOUTS)], ROTATED[case], 8, i % 2 == 0, device)
     assert [item["BS"] for item in launched] == [1 if case == "one-token" else 8]
 
 

@@ -48,18 +48,21 @@ def _ids(items):
     "int4-g32-bfloat16-1x200x70-1",
     "int4-g64-zeros-bfloat16-16x256x40-0",
     "int4-g128-zeros-bfloat16-17x200x70-0",
-    "int8-zeros-float16-1x200x70-0",
-    "fp8-g128-float16-16x256x40-0",
-    "mxfp4-float16-5x33x33-1",
-    "int8-g32-float16-17x200x70-0",
-    "int8-g64-float16-1x200x70-0",
-    "int4-g32-zeros-float16-1x200x70-1",
-    "int4-g64-float16-40x300x64-0",
-    "int4-g128-float16-16x256x40-0",
-    "int8-float32-5x33x33-0",
-    "mxfp4-float32-1x200x70-0",
-    "int8-g64-zeros-float32-16x256x40-0",
-    "int4-g32-zeros-float32-16x256x40-0",
+    "int8-zeros-float16-5x33x33-0",
+    "fp8-g128-float16-5x33x33-1",
+    "mxfp4-float16-17x200x70-0",
+    "int8-g32-float16-16x256x40-0",
+    "int8-g64-float16-16x256x40-1",
+    "int4-g32-zeros-float16-40x300x64-0",
+    "int4-g64-float16-5x33x33-0",
+    "int4-g128-float16-5x33x33-1",
+    "int8-float32-1x200x70-0",
+    "mxfp4-float32-16x256x40-0",
+    "int8-g64-zeros-float32-5x33x33-0",
+    "int4-g32-zeros-float32-5x33x33-0",
+    "nvfp4-bfloat16-64x160x33-0",
+    "nvfp4-float16-16x256x40-0",
+    "nvfp4-float32-5x33x33-0",
 )
 @pytest.mark.parametrize(
     "case",
@@ -88,6 +91,7 @@ def test_tiles_with_every_shape(case, device):
     "int4-g128",
     "fp8-g32",
     "mxfp4",
+    "nvfp4",
 )
 @pytest.mark.parametrize("name", cases.ALL)
 def test_decoded_weights(name, device):
@@ -97,7 +101,7 @@ def test_decoded_weights(name, device):
     cases.check_decoded(name, F32, 331, 65, device)
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "nvfp4"])
 def test_every_code_of_floats(name, device):
     """All of them, subnormals and both zeros, of e4m3 and e2m1."""
     weight, want = cases.every_code(name)
@@ -108,7 +112,7 @@ def test_every_code_of_floats(name, device):
         assert torch.equal(found, want.to(dtype).to(device))
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "nvfp4"])
 def test_every_code_of_floats_in_products(name, device):
     """A row that is 1 in one column reads it: 32 outputs have 32 codes there."""
     weight, want = cases.every_code(name)

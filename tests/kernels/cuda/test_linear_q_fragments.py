@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specc.artifact.quantized_layout import QuantizedLayout, unpack
+from specc.artifact.quantized_layout import QuantizedLayout, pack, unpack
 from specc.kernels.cuda import few_rows_tiles, linear_q_fragments, linear_q_unpack
 from specc.kernels.cuda import linear_q as linear_q_module
 from specc.kernels.cuda import linear_q_fragments_kernels as kernels
@@ -71,7 +71,9 @@ def test_layouts(name: str, launched: list[Any], device: torch.device) -> None:
 
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["int4-g128-zeros-fragments", "mxfp4-fragments"])
+@pytest.mark.parametrize(
+    "name", ["int4-g128-zeros-fragments", "mxfp4-fragments", "nvfp4-fragments"]
+)
 def test_forms(name: str, shape: Any, number: int, launched: list[Any], device: Any) -> None:
     """A ring, and loads one step ahead."""
     assert len(tiles_of(name, shape[0])) == 2
@@ -183,19 +185,19 @@ def test_which_tiles() -> None:
         assert tiles_of(name, 33) == ()
 
 
-@pytest.mark.parametrize("kind", ["int4", "mxfp4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int4", "e2m1", "int8", "fp8"])
 def test_every_half_of_a_word(kind: str) -> None:
     """Each of 65536, in both places: what its levels stand for, none of it rounded."""
     text = getattr(linear_q_unpack, f"UNPACK_{kind.upper()}")
     halves = torch.arange(1 << 16)
     words = (halves | halves.flip(0) << 16).to(torch.int32)
-    count = 8 if kind.endswith("4") else 4
-    scales = FACTORS if kind == "mxfp4" else ((0, 0),)
-    for low, high in scales:
-        given = [words, *(torch.full_like(words, factor(x)) for x in (low, high))]
-        given = [torch.stack([item, item], -1) for item in given]
+    count = 4 if kind.endswith("8") else 8
+    for low, high in EXPONENTS if kind == "e2m1" else ((0, 0),):
+        rows = of_rows(*(torch.tensor([2.0 ** (x + 126)]) for x in (low, high)))
+        given = [torch.stack([x, x], -1) for x in (words, rows.expand_as(words))]
         found = ptx_pairs.run(getattr(text, "value", text), given, count)
-        layout = QuantizedLayout.named({"int4": "int4-g128"}.get(kind, kind)).as_fragments
+        name = {"int4": "int4-g128", "e2m1": "mxfp4"}.get(kind, kind)
+        layout = QuantizedLayout.named(name).as_fragments
         levels = levels_of_words(words, layout)
         want = layout.values(levels) - layout.middle
         for i, pairs in enumerate(found):
@@ -205,17 +207,8 @@ def test_every_half_of_a_word(kind: str) -> None:
             assert torch.equal(pairs.float()[known], own[known])
 
 
-# exponents of scales of rows of both halves, less 2^16
-FACTORS = ((-125, 1), (-16, 0), (1, -125))
-
-
-def factor(exponent: int) -> int:
-    """What a kernel makes of a scale that is 2^16 times as much, for both columns of a pair."""
-    value = torch.tensor([2.0 ** (exponent + 126)] * 2, dtype=BF16)
-    assert bool(value.isfinite().all())
-    made = (exponent + 16 + 127) * 0x00800080 + 110 * 0x00800080
-    assert torch.tensor(made, dtype=torch.int64).to(torch.int32) == value.view(torch.int32)
-    return made
+# of scales of rows of both halves, less what factors make up for
+EXPONENTS = ((-125, 1), (-16, 0), (1, -125))
 
 
 def levels_of_words(words: torch.Tensor, layout: QuantizedLayout) -> torch.Tensor:
@@ -242,14 +235,45 @@ def test_every_level_and_zero_point() -> None:
     u, z = torch.cartesian_prod(torch.arange(16), torch.arange(129)).T
     word = (u * 0x11111111).to(torch.int32)
     other = (z + 5) % 129
-    words = [word, *map(added_pairs, (z, other))]
-    words = [torch.stack([item, item], -1) for item in words]
+    words = [torch.stack([x, x], -1) for x in (word, of_rows(-128.0 - z, -128.0 - other))]
     found = ptx_pairs.run(getattr(text, "value", text), words, 8)
     for i, pairs in enumerate(found):
         want = (u - (other if i % 2 else z)).float()
         assert torch.equal(pairs.float(), want[:, None].expand(-1, 2))
 
 
-def added_pairs(zeros: torch.Tensor) -> torch.Tensor:
-    halves = (-128 - zeros).bfloat16().view(torch.int16).long() & 0xFFFF
-    return (halves | halves << 16).to(torch.int32)
+@pytest.mark.parametrize(("kind", "factor"), [("mxfp4", 2.0**16), ("nvfp4", 2.0**10)])
+def test_every_level_and_scale(kind: str, factor: float) -> None:
+    """Each code times each scale, in rows of both halves, none of it rounded; of every byte."""
+    layout = QuantizedLayout.named(f"{kind}-fragments")
+    levels = torch.arange(16, dtype=torch.uint8).repeat(2)[:, None].expand(32, 256).contiguous()
+    parts = torch.ones(32, layout.num_groups(256) + layout.has_factors)
+    # of lane 4 g + q rows g and g + 8: codes g and g + 8
+    words = pack(levels, parts, None, layout)[0, -4096:].view(torch.int32)
+    lanes = words.view(4, 2, 8, 4, 4)[0, 0, :, 0, :2]
+    if kind == "nvfp4":
+        known = torch.arange(1, 127).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    else:
+        known = torch.exp2(torch.arange(-109, 18).float())
+    scales = torch.stack([known.roll(i) for i in range(4)])
+    # groups of the first 16 columns of both spans of a tile
+    spans = [layout.has_factors + span * 32 // layout.group for span in range(2)]
+    for i in range(len(known)):
+        for span, group in enumerate(spans):
+            parts[[0, 8], group] = scales[2 * span : 2 * span + 2, i]
+        of_tile = pack(levels, parts, None, layout)[0, 128:132].view(torch.int32)
+        for span, group in enumerate(spans):
+            text = linear_q_unpack.scales_of_span(kind, span)
+            (rows,) = ptx_pairs.run_words(text, [of_tile[None]], 1)
+            given, text = rows.view(1, 1).expand(8, 2), linear_q_unpack.UNPACK_E2M1
+            found = ptx_pairs.run(getattr(text, "value", text), [lanes, given], 8)
+            for j, pairs in enumerate(found):
+                own = layout.values(torch.arange(8) + 8 * (j % 2))
+                want = own * parts[8 * (j % 2), group] / factor
+                assert torch.equal(pairs.float(), want[:, None].expand(8, 2))
+
+
+def of_rows(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Words whose halves are numbers in bfloat16."""
+    halves = [x.bfloat16().view(torch.int16).long() & 0xFFFF for x in (low, high)]
+    return (halves[0] | halves[1] << 16).to(torch.int32)

@@ -15,7 +15,15 @@ from specc.kernels.reference.quantized import linear_q_reference, row_integers
 
 LAYOUTS = [
     QuantizedLayout.named(name)
-    for name in ("int8", "int4-g32", "int4-g128-zeros", "int8-g64-zeros", "int8-zeros", "mxfp4")
+    for name in (
+        "int8",
+        "int4-g32",
+        "int4-g128-zeros",
+        "int8-g64-zeros",
+        "int8-zeros",
+        "mxfp4",
+        "nvfp4",
+    )
 ]
 FP8 = [QuantizedLayout.named(name) for name in ("fp8", "fp8-g32", "fp8-g128")]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -39,7 +47,7 @@ def test_products_are_those_of_the_weight_that_blocks_stand_for(k, row_bits, dty
     want = x.double() @ weight.T + bias.double()
     found = project(x, stored, bias, 37, layout, row_bits).double()
     # each integer of a row is at most half a step of its group off; float sums on top
-    group = layout.group or 128
+    group = max(layout.group or 128, 32)
     largest = torch.cat([p.abs().amax(1, True).expand_as(p) for p in x.double().split(group, 1)], 1)
     step = 1 / 254 if row_bits else 2.0**-15 if dtype == torch.bfloat16 else 2.0**-23
     bound = step * largest @ weight.abs().T + 2.0**-18 * (x.double().abs() @ weight.abs().T)

@@ -59,7 +59,7 @@ def test_rows_come_back_from_blocks(name) -> None:
     levels, headers, _ = unpack(stored, shape, layout)
     assert torch.equal(levels, item.levels)
     assert torch.equal(headers, item.scales)
-    cut = item.columns(((512, 768), (0, own.columns)), layout.apart)
+    cut = item.columns(((512, 768), (0, own.columns)), layout)
     want = own.numbers(item.levels, item.scales)
     found = own.numbers(cut.levels, cut.scales)
     assert torch.equal(

@@ -19,7 +19,7 @@ def test_blocks_hold_what_was_put_in(shape, layout) -> None:
     assert (stored.dtype, tuple(stored.shape)) == (torch.uint8, layout.stored_shape(shape))
     found = unpack(stored, shape, layout)
     if zeros is None:
-        zeros = torch.full_like(scales, layout.middle, dtype=torch.int16)
+        zeros = torch.full((shape[0], layout.num_groups(shape[1])), layout.middle).short()
     assert all(map(torch.equal, found, (levels, scales, zeros)))
     assert QuantizedLayout.named(layout.name) == layout
     assert layout.name.endswith("-fragments")
@@ -30,7 +30,7 @@ def test_blocks_hold_what_was_put_in(shape, layout) -> None:
 
 
 @pytest.mark.parametrize("distance", [1, 32, 48, 96])
-@pytest.mark.parametrize("name", ["int4-g64-zeros", "int8", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4-g64-zeros", "int8", "mxfp4", "nvfp4"])
 def test_outputs_so_far_apart_share_a_block(name, distance) -> None:
     """What is stored is as if the weight's outputs had been in that order before."""
     plain = QuantizedLayout.named(f"{name}-fragments")
@@ -58,7 +58,7 @@ def test_outputs_so_far_apart_share_a_block(name, distance) -> None:
     own_zeros = None if zeros is None else zeros[order]
     assert stored.equal(pack(levels[order], scales[order], own_zeros, plain))
     if zeros is None:
-        zeros = torch.full_like(scales, layout.middle, dtype=torch.int16)
+        zeros = torch.full((shape[0], layout.num_groups(256)), layout.middle).short()
     assert all(map(torch.equal, unpack(stored, shape, layout), (levels, scales, zeros)))
     if distance == 1:  # in every block
         return
@@ -85,7 +85,7 @@ def level_of(halves: list[int], kind: str, register: int, which: int) -> int:
     r, h = register % 2, register // 2
     if kind == "int4":
         return halves[2 * (2 * span + c) + e] >> 4 * register & 15
-    if kind == "mxfp4":
+    if kind.endswith("fp4"):
         half, other = (halves[2 * (2 * span + c) + x] for x in (e, 1 - e))
         own = [
             (half >> 6 & 7, half >> 15),
@@ -102,7 +102,7 @@ def level_of(halves: list[int], kind: str, register: int, which: int) -> int:
     return half & 15 | half >> 8 & 112 | half >> 4 & 128
 
 
-@pytest.mark.parametrize("kind", ["int4-g64", "mxfp4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int4-g64", "mxfp4", "nvfp4", "int8", "fp8"])
 def test_where_levels_lie(kind) -> None:
     """Every level of two blocks of several tiles, from its lane, register and half of a word."""
     layout = QuantizedLayout.named(kind).as_fragments
@@ -137,10 +137,35 @@ def test_where_scales_and_zeros_lie() -> None:
     added = stored[0, 1024:1536].view(torch.bfloat16).view(8, 2, 8, 2)
     for group, row in ((0, 0), (1, 9), (3, 30)):
         assert added[group, row // 16, row % 8, row % 16 // 8] == -128 - zeros[row, group]
-    layout = QuantizedLayout.named("mxfp4-fragments")
-    levels, scales, _ = random_parts((32, 256), layout)
-    exponents = pack(levels, scales, None, layout)[0, :256].view(8, 32)
-    assert exponents[5, 7] == scales[7, 5].log2() + 127
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "shift", "common", "times", "factor"),
+    [("mxfp4", 1, 7, 0x3700, 2.0**110, 2.0**16), ("nvfp4", 2, 4, 0x7000, 2.0**116, 2.0**10)],
+)
+def test_where_scales_in_bytes_lie(kind, groups, shift, common, times, factor) -> None:
+    """Of every group of two tiles: bits of bfloat16, in the word of its lanes."""
+    layout = QuantizedLayout.named(f"{kind}-fragments")
+    levels, scales, _ = random_parts((40, 256), layout)
+    first = int(kind == "nvfp4")
+    scales[3, first + 4] = 0
+    stored = pack(levels, scales, None, layout)
+    factors = scales[32:, 0] if first else torch.ones(8)
+    assert stored[1, :32].view(torch.float32)[:8].equal(factor * factors)
+    bytes_ = stored[0, 128 : 128 + 256 * groups].view(4, 2, groups, 8, 2, 2).long()
+    for output in range(32):
+        half, r, g = output // 16, output // 8 % 2, output % 8
+        for group in range(8 * groups):
+            tile, span, of_span = group // (2 * groups), group // groups % 2, group % groups
+            byte = int(bytes_[tile, half, of_span, g, r, span])
+            bits = torch.tensor((byte << shift) + common).to(torch.int16).view(torch.bfloat16)
+            want = float(scales[output, first + group])
+            assert float(bits) == want * times if want else byte == 0
+    # a scale of 0 leaves no level, as no bits of a scale stand for 0
+    found = unpack(stored, levels.shape, layout)
+    width = 32 // groups
+    assert bool((found[0][3, 4 * width : 5 * width] == 0).all())
+    assert found[1].equal(scales)
 
 
 def test_every_zero_point_is_stored() -> None:
@@ -182,7 +207,7 @@ def test_what_has_no_fragments() -> None:
         with pytest.raises(ValueError, match=f"no fragments of {columns} columns"):
             pack(levels, torch.ones(1, layout.num_groups(columns)), None, layout.as_fragments)
     assert not QuantizedLayout.named("q4_k").has_fragments(256)
-    assert len(FRAGMENTS) == 10
+    assert len(FRAGMENTS) == 11
     for name in ("int8-zeros", "int8-g64", "fp8-g32"):
         assert not QuantizedLayout.named(name).has_fragments(256)
         with pytest.raises(ValueError, match="no fragments of 8 bits"):

@@ -21,7 +21,7 @@ from specc.artifact.weight_spec import QuantizedPart, Source, WeightSpec
 from specc.artifact.weights import MemoryReader, check_spec, write_weights
 from specc.errors import WeightError
 
-NAMES = ("int8", "int4-g32", "int4-g64-zeros", "int8-zeros", "fp8", "mxfp4")
+NAMES = ("int8", "int4-g32", "int4-g64-zeros", "int8-zeros", "fp8", "mxfp4", "nvfp4")
 LAYOUTS = [QuantizedLayout.named(name) for name in NAMES]
 EVERY = {"argvalues": LAYOUTS, "ids": lambda item: item.name}
 
@@ -110,10 +110,17 @@ def test_a_part_has_the_integers_of_the_whole(tmp_path, layout, is_turned) -> No
     wholes = []
     for item in weights:
         whole = round_weight(item, layout)
-        taken = [whole.rows(a, b).columns(columns, layout.group) for a, b in rows]
+        taken = [whole.rows(a, b).columns(columns, layout) for a, b in rows]
         wholes.append(packed_stream(taken, layout, 14))
     want = torch.frombuffer(bytearray(b"".join(map(content, wholes))), dtype=torch.uint8)
     assert torch.equal(found.flatten(), want)
+
+
+@pytest.mark.parametrize("layout", **EVERY)
+def test_columns_stand_for_what_they_did(layout) -> None:
+    whole, columns = round_weight(torch.randn(40, 256), layout), ((0, 64), (192, 256))
+    want = torch.cat([whole.values(layout)[:, a:b] for a, b in columns], 1)
+    assert whole.columns(columns, layout).values(layout).equal(want)
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])

@@ -17,6 +17,7 @@ LAYOUTS = [
     QuantizedLayout(8, 0, True),
     *(QuantizedLayout(8, group, False, True) for group in (0, *GROUPS)),
     QuantizedLayout(4, 32, False, True),
+    QuantizedLayout(4, 16, False, True),
 ]
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 SHAPES = [(32, 128), (70, 300), (1, 1), (33, 36)]
@@ -29,6 +30,11 @@ def random_parts(shape, layout):
     if layout.kind == "mxfp4":
         least, most = (-109, 17) if layout.is_fragments else (-126, 127)
         scales = torch.exp2(torch.randint(least, most + 1, scales.shape).float())
+    if layout.kind == "nvfp4":
+        # all of e4m3 but 0, whose levels are 0 in fragments, and factors
+        scales = torch.randint(1, 127, scales.shape).to(torch.uint8)
+        scales = scales.view(torch.float8_e4m3fn).float()
+        scales = torch.cat([torch.randn(shape[0], 1), scales], 1)
     if layout.kind == "fp8":
         levels = torch.where(levels & 127 == 127, 5, levels)
     zeros = torch.randint(0, 16, (shape[0], groups), dtype=torch.int16)
@@ -44,7 +50,7 @@ def test_blocks_hold_what_was_put_in(shape, layout) -> None:
     found = unpack(stored, shape, layout)
     if zeros is None:
         middle = 0 if layout.is_float else 128 if layout.bits == 8 else 8
-        zeros = torch.full_like(scales, middle, dtype=torch.int16)
+        zeros = torch.full((shape[0], layout.num_groups(shape[1])), middle, dtype=torch.int16)
     assert all(map(torch.equal, found, (levels, scales, zeros)))
     assert QuantizedLayout.named(layout.name) == layout
 
@@ -92,6 +98,18 @@ def test_where_bytes_of_floats_lie() -> None:
     assert stored[0, second + 32] == 0  # no such group
     unit = second + 128 + 4 * 9  # output 9, columns 128 to 135
     assert (stored[0, unit + 1] & 15, stored[0, unit + 1] >> 4) == (codes[9, 129], codes[9, 133])
+    layout, factors = QuantizedLayout(4, 16, False, True), torch.arange(33.0)[:, None] - 7
+    bits = torch.arange(33 * 9).remainder(127).view(33, 9).to(torch.uint8)
+    scales = torch.cat([factors, bits.view(torch.float8_e4m3fn).float()], 1)
+    stored = pack(codes, scales, None, layout)
+    second = 128 + 256 + 16 * 128  # factors, and a header for 8 groups
+    assert stored.shape == (2, second + 256 + 2 * 128)
+    assert stored[0, :128].view(torch.float32).tolist() == factors[:32, 0].tolist()
+    for output, group in ((0, 0), (3, 2), (31, 7)):
+        assert stored[0, 128 + 32 * group + output] == bits[output, group]
+    assert stored[0, second + 6] == bits[6, 8]
+    unit = second + 256 + 4 * 9
+    assert (stored[0, unit + 1] & 15, stored[0, unit + 1] >> 4) == (codes[9, 129], codes[9, 133])
 
 
 def test_floats_stand_for_their_formats() -> None:
@@ -106,6 +124,11 @@ def test_floats_stand_for_their_formats() -> None:
         exponent, fraction = b >> 3 & 15, b & 7
         size = 2.0 ** (exponent - 7) * (1 + fraction / 8) if exponent else fraction * 2.0**-9
         want.append(3 * (-size if b >> 7 else size))
+    layout = QuantizedLayout.named("nvfp4")
+    stored = pack(codes, torch.tensor([[3.0, 0.25]]), None, layout)
+    assert dequantize(stored, (1, 16), layout)[0].tolist() == [
+        sign * 0.75 * v for sign in (1, -1) for v in E2M1
+    ]
     layout, levels = QuantizedLayout(8, 0, False, True), torch.tensor([bits], dtype=torch.uint8)
     found = dequantize(pack(levels, torch.tensor([[3.0]]), None, layout), (1, 254), layout)
     assert found[0].tolist() == want
@@ -118,6 +141,10 @@ def test_parts_that_no_layout_holds() -> None:
     for scale in (3.0, -2.0, torch.inf, torch.nan, 2.0**-127):
         with pytest.raises(ValueError, match="not powers of two"):
             pack(levels % 16, ones * scale, None, QuantizedLayout(4, 32, False, True))
+    for scale in (3.1, -2.0, 480.0, torch.inf, torch.nan):
+        scales = torch.cat([ones, ones * scale], 1)
+        with pytest.raises(ValueError, match="not of e4m3 and not below 0"):
+            pack(levels % 16, scales, None, QuantizedLayout(4, 16, False, True))
     for zero in (-1, 257):
         with pytest.raises(ValueError, match="zero points from"):
             pack(levels % 16, ones, torch.full((2, 1), zero), QuantizedLayout(4, 32, True))

@@ -15,6 +15,7 @@ from specc.compiler.reshard import reshard_engine
 from specc.compiler.stored_models import integers_of
 from specc.errors import ConfigError, EngineError
 from specc.speculation.plans import SpecPlan
+from tests import branded_checkpoints as branded
 from tests import models
 from tests import quantized_checkpoints as made
 from tests.mxfp4_experts import write_experts
@@ -92,6 +93,7 @@ def test_rounded_weights(tmp_path, name, changes, options, ways) -> None:
     [
         pytest.param(made.gptq(4, 32, False), BOTH, marks=SLOW),
         pytest.param(made.packed(8, None), BOTH, marks=SLOW),
+        pytest.param(branded.packed_nvfp4(), BOTH, marks=SLOW),
         # columns in the order of their groups
         (made.in_order(made.gptq(4, 32, False)), BOTH),
         pytest.param(

@@ -23,6 +23,7 @@ from specc.errors import ConfigError
 from specc.passes.quantize.quantized_inputs import COLUMN_ORDER
 from specc.runtime.backends.eager.program import ModelProgram
 from specc.sharding.shard_plan import ShardPlan
+from tests import branded_checkpoints as branded
 from tests import models
 from tests import quantized_checkpoints as made
 from tests.mxfp4_experts import write_experts
@@ -131,6 +132,7 @@ def zeros_in_layers() -> made.Format:
         pytest.param(made.packed(8, None, False), marks=SLOW),
         pytest.param(made.float8_blocks(32), marks=SLOW),
         pytest.param(made.packed_mxfp4(), marks=SLOW),
+        pytest.param(branded.packed_nvfp4(), marks=SLOW),
     ],
 )
 def test_integers_of_checkpoints(tmp_path, form) -> None:
