@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize, pack
 from specc.artifact.rounding import quantize
@@ -98,9 +99,13 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
     assert error < tolerance, error
 
 
+def on_host(operands: Any) -> Any:
+    """Operands, in lists or by name, for an oracle, which decodes weights there."""
+    return tree_map_only(Tensor, Tensor.cpu, operands)
+
+
 def oracle(operands: dict[str, Any]) -> Tensor:
-    on_host = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in operands.items()}
-    return linear_q_reference(**on_host).to(operands["input"].device)
+    return linear_q_reference(**on_host(operands)).to(operands["input"].device)
 
 
 def check_tile(

@@ -29,7 +29,7 @@ from specc.kernels.reference.products import (
     add_norm_linear_reference,
 )
 from tests.kernels.cuda.cases_add_norm import EPS, TOLERANCE
-from tests.kernels.cuda.cases_linear_q import BF16, assert_close, make_weight
+from tests.kernels.cuda.cases_linear_q import BF16, assert_close, make_weight, on_host
 from tests.kernels.cuda.emulated_fragments import launcher
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -83,10 +83,6 @@ def operands_of(
     gamma = draw(columns) / columns**0.5 - float(has_offset)
     given = [item.to(BF16).to(device) for item in (x, residual, gamma)]
     return [*given, EPS, has_offset, weight], layout.name
-
-
-def on_host(items: list[Any]) -> list[Any]:
-    return [item.cpu() if isinstance(item, Tensor) else item for item in items]
 
 
 def check_linear(name: str, shape: Any, has_bias: bool, device: Any, tile: int = 0) -> None:

@@ -19,7 +19,7 @@ from specc.kernels.cuda import experts as module
 from specc.kernels.cuda.experts import experts
 from specc.kernels.reference.fused import CLAMPED
 from specc.kernels.reference.products import experts_reference
-from tests.kernels.cuda.cases_linear_q import ALL
+from tests.kernels.cuda.cases_linear_q import ALL, on_host
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
@@ -150,7 +150,7 @@ def make_operands(case: Case, device: torch.device) -> dict[str, Any]:
 
 def check_experts(case: Case, device: torch.device) -> None:
     operands = make_operands(case, device)
-    want, got = experts_reference(**operands), experts(**operands)
+    want, got = experts_reference(**on_host(operands)).to(device), experts(**operands)
     assert (got.dtype, got.shape) == (case.dtype, want.shape)
     assert got.is_contiguous()
     assert_close(got, want, case.dtype)
