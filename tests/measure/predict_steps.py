@@ -123,15 +123,15 @@ TODAY = {
 }
 # two of three steps of a ring, 8 warps with 256 columns in 4 bits, 128 in 8
 FRAGMENTS = {
-    "int4": Form(2.0, 32, 64 * KIB, 2, DEPENDENT),
-    "int8": Form(2.41, 32, 64 * KIB, 2, DEPENDENT),
-    "fp8": Form(2.5, 32, 64 * KIB, 2, DEPENDENT),
+    "int4": Form(1.93, 32, 64 * KIB, 2, DEPENDENT),
+    "int8": Form(2.42, 32, 64 * KIB, 2, DEPENDENT),
+    "fp8": Form(2.41, 32, 64 * KIB, 2, DEPENDENT),
 }
 # most rows → what products with a norm in front have instead: one program of a multiprocessor has
 # room for eight rows, two for one
 NORMED = {1: {"resident": 2, "norm": 111}, 8: {"resident": 1, "norm": 584}}
 # instructions of their loops, at most
-NORMED_LOOPS = {"int4": 1.96, "int8": 2.42, "fp8": 2.41}
+NORMED_LOOPS = {"int4": 1.9, "int8": 2.38, "fp8": 2.37}
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ def _forms(dot: float, fragments: float) -> dict[str, Form]:
 
 
 MIXTURES = {
-    "gpt-oss-20b experts": Mixture(4, 2880, 2880, 24, 4.25, _forms(16, 2.39)),
-    "qwen3-30b-a3b experts int4": Mixture(8, 2048, 768, 48, 4.25, _forms(10.7, 1.96)),
+    "gpt-oss-20b experts": Mixture(4, 2880, 2880, 24, 4.25, _forms(16, 2.22)),
+    "qwen3-30b-a3b experts int4": Mixture(8, 2048, 768, 48, 4.25, _forms(10.7, 1.93)),
 }
 
 

@@ -93,7 +93,6 @@ def test_rounded_weights(tmp_path, name, changes, options, ways) -> None:
     [
         pytest.param(made.gptq(4, 32, False), BOTH, marks=SLOW),
         pytest.param(made.packed(8, None), BOTH, marks=SLOW),
-        pytest.param(branded.packed_nvfp4(), BOTH, marks=SLOW),
         # columns in the order of their groups
         (made.in_order(made.gptq(4, 32, False)), BOTH),
         pytest.param(
@@ -101,6 +100,7 @@ def test_rounded_weights(tmp_path, name, changes, options, ways) -> None:
             [((1, 1), (2, 1)), ((2, 1), (2, 2)), ((2, 2), (1, 1))],
             marks=SLOW,
         ),
+        pytest.param(branded.packed_nvfp4(), BOTH, marks=SLOW),
     ],
 )
 def test_integers_of_checkpoints(tmp_path, form, ways) -> None:
