@@ -214,9 +214,13 @@ _FRAGMENT_TILES = {
 
 def fragment_tiles(layout: str) -> tuple[Tile, ...]:
     """All of a layout: a warp has as many bytes of a step, whatever a level has."""
-    first, *others = _FRAGMENT_TILES[4 if layout.startswith(FOUR_BITS) else 8]
-    # zero points of groups that are one span take more
-    return (replace(first, registers=168) if "-g32-" in layout else first, *others)
+    first, second, *others = _FRAGMENT_TILES[4 if layout.startswith(FOUR_BITS) else 8]
+    if "-g32-" in layout:
+        # groups that are one span take more
+        first = replace(first, registers=168)
+    if layout == "int4-g128-fragments":
+        second = replace(second, registers=80)
+    return first, second, *others
 
 
 # with a norm in front: of a row, or of eight, that are in shared memory, beside a ring where that

@@ -52,8 +52,8 @@ _CACHES = ("k_cache", "v_cache", "slab")
 # of states, which are read and written, and replay rows, of which a pass writes as many as it has
 # tokens, and a fold reads those of a path
 _STATE, _REPLAY = "state", "rows"
-# argument of which a kernel reads rows that tokens name
-_TABLE = "embedding"
+# argument of which a kernel reads the rows that this other one names
+_TABLE, _TOKENS = "x", "tokens"
 # a quantized weight as scales and zero points: its bytes are those of its levels
 _LEVELS, _OF_LEVELS = "levels", ("scales", "zeros")
 # what programs of one launch hand to each other: as large as it may get, and used again at once
@@ -251,7 +251,8 @@ class _Counter(TorchDispatchMode):
     def note(self, kernel: str, tensors: Mapping[str, Tensor], is_dependent: bool) -> None:
         """A launch of the operator that is running."""
         operator, is_state = self._operator, _STATE in tensors
-        left_out = (*_CACHES, *_SCRATCH, *_OF_LEVELS, _TABLE, *([_REPLAY] if is_state else []))
+        table = [_TABLE] if {_TOKENS, "total"} <= tensors.keys() else []
+        left_out = (*_CACHES, *_SCRATCH, *_OF_LEVELS, *table, *([_REPLAY] if is_state else []))
         given = {name: x for name, x in tensors.items() if name not in left_out}
         moved = sum(_bytes(x) for x in given.values())
         is_of_experts = operator == _EXPERTS and _LEVELS in tensors
@@ -259,7 +260,7 @@ class _Counter(TorchDispatchMode):
             moved -= round(_bytes(tensors[_LEVELS]) * (1 - self._share))
         moved += _bytes(tensors[_STATE]) if is_state else 0
         # as many rows of a table are read as are written
-        moved += _bytes(tensors["total"]) if _TABLE in tensors else 0
+        moved += _bytes(tensors["total"]) if table else 0
         kind = ATTEND if operator in _ATTENTION else OTHER
         if _LEVELS in tensors or ("weight" in tensors and tensors["weight"].dim() > 1):
             kind = PRODUCT

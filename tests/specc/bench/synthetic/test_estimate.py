@@ -183,6 +183,9 @@ def test_bytes_of_products_are_those_of_the_weights() -> None:
     products = sum(node.num_bytes for node in nodes if node.kind == PRODUCT)
     weights = model_bytes(compiled().models[0].program).weights
     assert weights * 0.95 < products < weights * 1.3
+    # of the embedding rows of tokens alone: the first layer reads no residual
+    found = {node.operator: node.num_bytes for node in nodes}
+    assert found["embed_norm_rope_write"] < found["add_norm_rope_write"]
     # rows of all committed tokens, K and V
     attention = next(node for node in nodes if node.kind == ATTEND)
     config = tiny_config("llama")
