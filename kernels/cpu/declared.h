@@ -109,6 +109,8 @@ consteval bool fits_schema(std::string_view name) {
   if (name == "specc::invariant_attend")
     return std::is_same_v<Function, One(T, T, T, T, T, T, T, O, T, O, O, double, int64_t, int64_t,
         double, bool, int64_t)>;
+  if (name == "specc::invariant_experts")
+    return std::is_same_v<Function, One(T, T, T, T, T, Text, O, O, int64_t, Text, Text, O, O)>;
   if (name == "specc::invariant_linear")
     return std::is_same_v<Function, One(T, T, O)>;
   if (name == "specc::invariant_linear_q")
@@ -423,6 +425,10 @@ constexpr const char* kSchemas[] = {
         "position, Tensor slot, Tensor cache_len, Tensor? ancestors, Tensor block_table, Tensor? "
         "sink_logits=None, Tensor? slopes=None, *, float scale, int window=0, int sink=0, float "
         "softcap=0., bool rounds_bias=False, int chunk=0) -> Tensor",
+    "specc::invariant_experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor "
+        "down, str activation, Tensor? gate_up_bias=None, Tensor? down_bias=None, int size=0, str "
+        "gate_up_layout=\"\", str down_layout=\"\", Tensor? shared_gate_up=None, Tensor? "
+        "shared_down=None) -> Tensor",
     "specc::invariant_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     "specc::invariant_linear_q(Tensor input, Tensor weight, Tensor? bias, int out_features, "
         "int bits, int group, bool has_zeros, bool is_float=False, int row_bits=0, str "

@@ -45,10 +45,11 @@ from specc.kernels.cuda.experts_shared import Shared, with_shared
 from specc.kernels.cuda.linear_q_parts import format_of, parts_of, pointers_of, width_of
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
+from specc.kernels.operators.mixtures import MOST_CHOSEN
 from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
 
 # whose pairs a program looks through by itself, and experts of each
-FEW_TOKENS, FEW_CHOSEN = 16, 16
+FEW_TOKENS = 16
 # pairs and experts that a program reads at a time, and columns of a sum
 BLOCK_PAIRS, BLOCK_EXPERTS, BLOCK_SUM = 1024, 128, 256
 
@@ -73,7 +74,7 @@ class ExpertTile:
 
     def constexprs(self, dtype: torch.dtype, layout: QuantizedLayout | None) -> dict[str, Any]:
         """Of both kernels, with rows of a type, and matrices in a layout or as floats."""
-        sizes = {"BT": FEW_CHOSEN, "BE": BLOCK_EXPERTS, "BM": self.block_m, "BN": self.block_n}
+        sizes = {"BT": MOST_CHOSEN, "BE": BLOCK_EXPERTS, "BM": self.block_m, "BN": self.block_n}
         if layout is None:
             return sizes | {"BK": self.block_k} | _OF_FLOATS
         # of e2m1 values times scales are exact, but of mxfp4 in float16
@@ -145,7 +146,7 @@ def experts(
     out = x.new_empty(x.shape)
     if not num_pairs:
         return out.zero_()
-    is_few = num_tokens <= FEW_TOKENS and top_k <= FEW_CHOSEN
+    is_few = num_tokens <= FEW_TOKENS and top_k <= MOST_CHOSEN
     tiles = [_tile(x.dtype, i > 0, is_few, layout) for i, layout in enumerate(layouts)]
     order = counts = arrived = None
     if is_few:
@@ -196,6 +197,37 @@ def experts(
             maxnreg=MOST_REGISTERS,
         )  # fmt: skip
     return out
+
+
+def invariant_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    size: int = 0,
+    gate_up_layout: str = "",
+    down_layout: str = "",
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
+) -> Tensor:
+    """As `experts`: a token has the same bits however many there are.
+
+    All are multiplied as few are, some after others.
+    """
+    needed = f"at most {MOST_CHOSEN} experts of a token"
+    check(ids.shape[1] <= MOST_CHOSEN, "invariant_experts", f"ids {list(ids.shape)}", needed)
+    parts = [
+        experts(
+            *part, gate_up, down, activation, gate_up_bias, down_bias, size,
+            gate_up_layout, down_layout, shared_gate_up, shared_down,
+        )
+        for part in zip(*(item.split(FEW_TOKENS) for item in (x, ids, weights)), strict=True)
+    ]  # fmt: skip
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _operand(

@@ -25,12 +25,12 @@ from specc.kernels.cuda.dependent import (
 )
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 from specc.kernels.cuda.strided_rows import FLOATS, check
-from specc.kernels.operators.mixtures import ROUTE_SPLITS
+from specc.kernels.operators.mixtures import MOST_CHOSEN, MOST_EXPERTS, ROUTE_SPLITS
 from specc.kernels.reference.routing import SCORES, route_reference
 
 NAME = "route"
 # experts that the last program compares, and of a token
-BLOCKS_EXPERTS, MOST_CHOSEN = (128, 512), 16
+BLOCKS_EXPERTS = (128, MOST_EXPERTS)
 # rows of which it takes the best experts at a time: one for each of its warps
 BLOCK_CHOICE = 4
 # below every number in `_ordered`, and what a NaN is there
@@ -82,7 +82,7 @@ def route(
     _check(x, weight, bias, correction, scores, top_k, groups, top_groups, group_best)
     _check_shared(x, shared, shared_gate)
     num_experts = weight.shape[0]
-    if num_experts > BLOCKS_EXPERTS[-1] or top_k + shared > MOST_CHOSEN:
+    if num_experts > MOST_EXPERTS or top_k + shared > MOST_CHOSEN:
         return route_reference(x, weight, bias, correction, *chosen, shared, shared_gate)
     num_rows, width = x.shape
     ids = x.new_empty(num_rows, top_k + shared, dtype=torch.int64)

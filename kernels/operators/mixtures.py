@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ _FUSED = NoRule("fused after the cut")
 _INT_BYTES = _FLOAT_BYTES = 4
 # programs that share the sum of a logit (specc.kernels.cuda.route)
 ROUTE_SPLITS = 4
+# experts of a mixture, and of a token, that CUDA has kernels of few launches for
+MOST_EXPERTS, MOST_CHOSEN = 512, 16
 
 
 def _route_fake(
@@ -91,4 +95,9 @@ EXPERTS = Operator(
     scratch=_experts_scratch,
     reads=Reads(experts="ids", shared=("shared_gate_up", "shared_down")),
     cuda="experts:experts",
+)
+
+# a token has the same bits however many there are
+INVARIANT_EXPERTS = replace(
+    EXPERTS, schema=f"invariant_{EXPERTS.schema}", cuda="experts:invariant_experts"
 )

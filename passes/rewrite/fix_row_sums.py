@@ -9,6 +9,7 @@ from specc.artifact.kv_rows import holds_quantized
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.errors import ConfigError
 from specc.kernels import ops
+from specc.kernels.operators.mixtures import MOST_CHOSEN, MOST_EXPERTS
 from specc.passes.base import Pass, PassResult
 from specc.passes.program import Program, bind_args, emit_call, module_path, replace
 from specc.passes.proof.token_routing import FACTORS
@@ -17,7 +18,7 @@ from specc.passes.proof.token_routing import FACTORS
 _BY_ROW = (
     ops.rms_norm, ops.add_rms_norm, ops.act_and_mul, ops.rope_write, ops.norm_rope_write,
     ops.write_kv, ops.write_rows, ops.lookup, ops.invariant_linear, ops.invariant_linear_q,
-    ops.invariant_attend,
+    ops.invariant_attend, ops.invariant_experts, ops.route,
 )  # fmt: skip
 # Triton compiles a kernel anew where strides are multiples of so many, as those of a lone row, 0,
 # are in any case: the same row would be summed up in another order among others
@@ -36,7 +37,7 @@ _SUMS = FACTORS.keys() | {
 
 
 class FixRowSums(Pass):
-    """Products and attention → `invariant_linear`, `…_q` and `…_attend`; others are refused.
+    """Products, attention, experts → `invariant_linear`, `…_q`, …; others are refused.
 
     It is the last pass of a target. What is left of torch's operators works element by element,
     moves numbers or compares them: `verify_tokenwise` knows no others.
@@ -52,6 +53,9 @@ class FixRowSums(Pass):
             result.rewrites += 1
         for node in program.calls(ops.attend):
             _fix_attention(node)
+            result.rewrites += 1
+        for node in program.calls(ops.experts):
+            _fix_experts(node)
             result.rewrites += 1
         for node in program.graph.nodes:
             if node.op == "call_function":
@@ -80,6 +84,16 @@ def _fix_attention(node: fx.Node) -> None:
     _replace(node, ops.invariant_attend, bound)
 
 
+def _fix_experts(node: fx.Node) -> None:
+    """More of a token go by the number of tokens, as does a router of more than it has room for."""
+    bound = bind_args(node)
+    ids = bound["ids"]
+    chosen = ids.meta["val"].shape[1]  # type: ignore[attr-defined]
+    if chosen > MOST_CHOSEN:
+        raise _refusal(node, f"{chosen} experts of a token", "pass --backend cpu")
+    _replace(node, ops.invariant_experts, bound)
+
+
 def _replace(node: fx.Node, target: object, bound: dict[str, object]) -> None:
     names = [x.name for x in target._schema.arguments if not x.kwarg_only]  # type: ignore[attr-defined]
     args = [bound.pop(name) for name in names]
@@ -95,6 +109,10 @@ def _check(node: fx.Node) -> None:
         columns = bind_args(node)[_NORMS[node.target]].meta["val"].shape[-1]
         if columns % _ALIGNED:
             raise _refusal(node, f"a norm of {columns} columns", "pass --backend cpu")
+    if node.target is ops.route:
+        experts = bind_args(node)["weight"].meta["val"].shape[0]
+        if experts > MOST_EXPERTS:
+            raise _refusal(node, f"a router of {experts} experts", "pass --backend cpu")
     if name.startswith("specc."):
         is_known = node.target in (*_BY_ROW, *_FOR_DRAFTS)
     else:
@@ -108,7 +126,8 @@ def _refusal(node: fx.Node, what: str, do: str) -> ConfigError:
     return ConfigError(
         f"--batch-invariant, and {what} in {where or node.name}: on backend cuda its sums have an"
         " order that goes by what else is in a pass",
-        "products by weights in fragments, or not quantized, attention over keys and values, and"
-        f" norms of multiples of {_ALIGNED} columns",
+        "products by weights in fragments, or not quantized, attention over keys and values,"
+        f" mixtures of up to {MOST_EXPERTS} experts, {MOST_CHOSEN} of a token, and norms of"
+        f" multiples of {_ALIGNED} columns",
         f"{do}, or leave out --batch-invariant",
     )

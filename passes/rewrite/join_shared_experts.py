@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from specc.kernels import ops
+from specc.kernels.operators.mixtures import MOST_CHOSEN
 from specc.kernels.reference.fused import CLAMPED
 from specc.passes.base import NoMatch, Pass, PassResult
 from specc.passes.program import Program, bind_args, emit_call
@@ -16,8 +17,6 @@ from specc.passes.rewrite.columns import only_user, same_shape
 from specc.passes.rewrite.expert_groups import node_of, output_of
 
 aten = torch.ops.aten
-# experts of a token that both operators have room for in a launch of few tokens
-_MOST_CHOSEN = 16
 _VIEWS = (
     aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
 )  # fmt: skip
@@ -58,7 +57,7 @@ def _join(program: Program, experts: fx.Node) -> None:
     count = width // size
     if width % size:
         raise NoMatch(f"{width} columns between their products, where others have {size}")
-    if bind_args(route)["top_k"] + count > _MOST_CHOSEN:
+    if bind_args(route)["top_k"] + count > MOST_CHOSEN:
         raise NoMatch(f"{count} experts more than the {bind_args(route)['top_k']} of a token")
     graph = program.graph
     with graph.inserting_before(experts):

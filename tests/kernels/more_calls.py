@@ -371,6 +371,7 @@ CALLS: dict[str, Builder] = {
     "bmm_by_token": _bmm_by_token,
     "route": _route,
     "experts": _experts,
+    "invariant_experts": _experts,
     "grouped_mm": _grouped_mm,
     "dense_attention": _dense_attention,
     "dense_conv": _dense_conv,

@@ -59,7 +59,7 @@ _LEVELS, _OF_LEVELS = "levels", ("scales", "zeros")
 # what programs of one launch hand to each other: as large as it may get, and used again at once
 _SCRATCH = ("partial", "lse", "sums", "arrived")
 _ATTENTION = ("attend", "invariant_attend", "tree_attention")
-_EXPERTS = "experts"
+_EXPERTS = ("experts", "invariant_experts")
 # operators that a pass of a model starts with
 _STARTS = ("embedding", "embed_norm_rope_write")
 
@@ -255,7 +255,7 @@ class _Counter(TorchDispatchMode):
         left_out = (*_CACHES, *_SCRATCH, *_OF_LEVELS, *table, *([_REPLAY] if is_state else []))
         given = {name: x for name, x in tensors.items() if name not in left_out}
         moved = sum(_bytes(x) for x in given.values())
-        is_of_experts = operator == _EXPERTS and _LEVELS in tensors
+        is_of_experts = operator in _EXPERTS and _LEVELS in tensors
         if is_of_experts:
             moved -= round(_bytes(tensors[_LEVELS]) * (1 - self._share))
         moved += _bytes(tensors[_STATE]) if is_state else 0
@@ -273,7 +273,7 @@ class _Counter(TorchDispatchMode):
 
     def _launch(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         before, self._operator = self._operator, name
-        if name == _EXPERTS:
+        if name in _EXPERTS:
             self._share = _share_of(**_named(func, args, kwargs))
         if name in _ATTENTION:
             self._pending = self._rows_read(func, args, kwargs)

@@ -28,6 +28,18 @@ def watched_launches(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def products_in_order(device: torch.device) -> Iterator[None]:
+    """That of instructions, where none multiplies."""
+    if device.type == "cuda":
+        yield
+        return
+    from tests.kernels.cuda.interpreter import products_in_steps
+
+    with products_in_steps():
+        yield
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

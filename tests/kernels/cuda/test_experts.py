@@ -16,7 +16,7 @@ from torch import Tensor
 from specc.artifact.quantized_layout import QuantizedLayout, dequantize
 from specc.artifact.rounding import quantize
 from specc.kernels.cuda import experts as module
-from specc.kernels.cuda.experts import experts
+from specc.kernels.cuda.experts import experts, invariant_experts
 from specc.kernels.reference.fused import CLAMPED
 from specc.kernels.reference.products import experts_reference
 from tests.kernels.cuda.cases_linear_q import ALL, on_host
@@ -216,6 +216,29 @@ def test_tokens_do_not_see_each_other(device):
         names = ("x", "ids", "weights")
         alone = experts(**operands | {name: operands[name][row : row + 1] for name in names})
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.usefixtures("products_in_order")
+@pytest.mark.parametrize(("dtype", "layout"), [(BF16, ""), (F16, "int4-g32-zeros"), (F32, "")])
+def test_bits_do_not_go_by_the_number_of_tokens(dtype, layout, device, monkeypatch):
+    """Those of a token alone, where others are sorted by their experts."""
+    monkeypatch.setattr(module, "experts_order_kernel", None)
+    case = Case(37, 3, 4, 72, 40, dtype, "bad", layouts=(layout, layout))
+    operands = make_operands(case, device)
+    names = ("x", "ids", "weights")
+    together = invariant_experts(**operands)
+    for row in (0, 15, 16, 36):
+        alone = {name: operands[name][row : row + 1] for name in names}
+        assert torch.equal(experts(**operands | alone)[0], together[row])
+    assert_close(together, experts_reference(**on_host(operands)).to(device), dtype)
+    none = {name: operands[name][:0] for name in names}
+    assert invariant_experts(**operands | none).shape == (0, 72)
+
+
+def test_invariant_experts_are_few_of_a_token(device):
+    operands = make_operands(CASES["sorted-many-a-token"], device)
+    with pytest.raises(ValueError, match="needed at most 16 experts of a token"):
+        invariant_experts(**operands)
 
 
 @pytest.mark.slow

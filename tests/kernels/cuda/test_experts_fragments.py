@@ -11,7 +11,7 @@ import torch
 from specc.artifact.quantized_layout import QuantizedLayout
 from specc.kernels.cuda import experts_fragments
 from specc.kernels.cuda import experts_fragments_kernels as kernels
-from specc.kernels.cuda.experts import experts
+from specc.kernels.cuda.experts import experts, invariant_experts
 from specc.kernels.cuda.few_rows_tiles import FRAGMENT_LAYOUTS
 from specc.kernels.reference.fused import ACTIVATIONS, CLAMPED
 from specc.kernels.reference.products import gate_distance
@@ -115,6 +115,9 @@ def test_tokens_do_not_see_each_other(device: torch.device) -> None:
     for row in (0, 5):
         alone = experts(**operands | {key: operands[key][row : row + 1] for key in names})
         assert torch.equal(alone[0], together[row])
+    # nine to sixteen have other columns of an instruction
+    more = {key: operands[key].repeat(4, 1)[:21] for key in names}
+    assert torch.equal(invariant_experts(**operands | more), together.repeat(4, 1)[:21])
     operands["x"][2], operands["weights"][4] = torch.nan, torch.inf
     got = experts(**operands)
     assert not got[[2, 4]].isfinite().any()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +29,6 @@ from tests.kernels.cuda.cases_attend import (
     run_broken,
 )
 from tests.kernels.cuda.cases_scores import CHUNKED_CASES, SINK_CASES, SLOPED_CASES, SOFTCAP_CASES
-from tests.kernels.cuda.interpreter import products_in_steps
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 F32 = torch.float32
@@ -237,15 +234,8 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def _in_steps() -> Iterator[None]:
-    """The order of instructions, where none multiplies."""
-    with contextlib.nullcontext() if DEVICE.type == "cuda" else products_in_steps():
-        yield
-
-
 @pytest.mark.default("bfloat16", "two-widths", "window-and-sink", "slopes")
-@pytest.mark.usefixtures("_in_steps")
+@pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize("name", KINDS)
 def test_nodes_have_the_bits_of_plain_decoding(name: str) -> None:
     """Whatever tree they are in, whatever else is in the batch, and however keys are split."""
@@ -262,7 +252,7 @@ def test_nodes_have_the_bits_of_plain_decoding(name: str) -> None:
             assert torch.equal(alone[:, 0], out[:, node]), (len(rows.q), node)
 
 
-@pytest.mark.usefixtures("_in_steps")
+@pytest.mark.usefixtures("products_in_order")
 def test_splits_are_merged_in_their_order() -> None:
     """Two may be added either way; these are four, of which a row alone has the first three."""
     heads = KINDS["float32"]
@@ -275,7 +265,7 @@ def test_splits_are_merged_in_their_order() -> None:
 
 
 @pytest.mark.default("float32", "one-head-each", "chunk", "sinks-and-softcap")
-@pytest.mark.usefixtures("_in_steps")
+@pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize("name", KINDS)
 def test_prompts_have_the_bits_of_plain_decoding(name: str) -> None:
     """In one pass or in several, beside others."""
@@ -295,7 +285,7 @@ def test_prompts_have_the_bits_of_plain_decoding(name: str) -> None:
             assert torch.equal(alone, out[:, first:last]), (first, last)
 
 
-@pytest.mark.usefixtures("_in_steps")
+@pytest.mark.usefixtures("products_in_order")
 def test_what_others_see_does_not_reach_a_row() -> None:
     """A node's siblings may hold anything."""
     heads = KINDS["bfloat16"]
@@ -309,7 +299,7 @@ def test_what_others_see_does_not_reach_a_row() -> None:
         assert torch.equal(found[:, :10], wanted[:, :10])
 
 
-@pytest.mark.usefixtures("_in_steps")
+@pytest.mark.usefixtures("products_in_order")
 def test_even_batches_are_the_same() -> None:
     """Where the host says that sequences have equally many tokens."""
     heads = KINDS["bfloat16"]

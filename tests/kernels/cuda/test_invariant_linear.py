@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from specc.kernels.cuda.invariant_linear import TILES, invariant_linear
 from specc.kernels.reference.products import skinny_linear_reference
-from tests.kernels.cuda.interpreter import products_in_steps
 from tests.kernels.cuda.test_skinny_linear import assert_close, make_operands
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # of one tile and of several, of weights whose outputs and columns fill tiles and do not
 SHAPES = ((1, 200, 33), (16, 384, 64), (17, 130, 70), (150, 200, 96))
-
-
-@pytest.fixture
-def _in_steps() -> Iterator[None]:
-    if torch.cuda.is_available():
-        yield
-    else:
-        with products_in_steps():
-            yield
 
 
 @pytest.mark.parametrize("dtype", TILES, ids=str)
@@ -36,7 +24,7 @@ def test_the_oracle(rows, size, num_out, dtype, device):
         assert_close(found, skinny_linear_reference(**operands), dtype)
 
 
-@pytest.mark.usefixtures("_in_steps")
+@pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize("dtype", TILES, ids=str)
 def test_rows_do_not_depend_on_others(dtype, device):
     """A row is the same bit for bit in a launch of either tile, wherever it lies in it."""

@@ -89,14 +89,15 @@ def test_blocks_of_keys_are_added_up_alike(capability: int) -> None:
         assert items[name].options["enable_fp_fusion"] is False
 
 
-@pytest.mark.default("90")
+@pytest.mark.default("90-linear_q_fragments")
+@pytest.mark.parametrize("module", ["linear_q_fragments", "experts_fragments"])
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-def test_all_tiles_of_fragments_add_up_alike(capability: int) -> None:
+def test_all_tiles_of_fragments_add_up_alike(capability: int, module: str) -> None:
     """Of a layout they have the same instruction, the same sum of warps, and as many additions of
-    an output, of which the same are fused.
+    an output, of which the same are fused; so do both products of experts, of few tokens.
     """
     leave_out = ("--leave-out", "dependent|decode|^int8-|^int4-g128")
-    found = compiled(capability, "linear_q_fragments", *leave_out)
+    found = compiled(capability, module, *leave_out)
     layouts: dict[str, list[str]] = {}
     for name in found:
         layouts.setdefault(name.partition("-m")[0], []).append(name)
@@ -104,9 +105,10 @@ def test_all_tiles_of_fragments_add_up_alike(capability: int) -> None:
     for names in layouts.values():
         orders = []
         for name in names:
-            made, rows, outputs = found[name], *map(int, re.findall(r"-[mn](\d+)", name))
+            made, rows, *blocks = found[name], *map(int, re.findall(r"-[mn](\d+)", name))
+            outputs = blocks[0] if blocks else 32
             assert made["instructions"] == [f"{INSTRUCTION}.bf16.bf16.f32"], name
-            (layout,) = {re.sub(rf"8x16x{rows} ", "", item) for item in made["sums"]}
+            (layout,) = {re.sub(rf"x16x{rows} ", "", item) for item in made["sums"]}
             counted = (made[x] for x in ("additions", "fused", "products of floats"))
             orders.append((layout, *(Fraction(x, rows * outputs) for x in counted)))
         assert len(set(orders)) == 1, (names, orders)

@@ -98,12 +98,20 @@ def test_norms_of_other_widths_are_refused() -> None:
         lower(build_model("llama", hidden_size=72, head_dim=16))
 
 
-@pytest.mark.parametrize(
-    ("name", "what"), [("mixtral", "specc.route"), ("qwen3_moe", "specc.route")]
-)
-def test_mixtures_are_refused(name: str, what: str) -> None:
-    with pytest.raises(ConfigError, match=f"--batch-invariant, and {what}"):
-        lower(build_model(name))
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_of_few_tokens_at_a_time(name: str) -> None:
+    """Those that every token takes, too."""
+    before, after, program, _ = lower(build_model(name))
+    assert len(program.calls(ops.invariant_experts)) == len(program.calls(ops.route)) == 2
+    assert not program.calls(ops.experts)
+    assert_runs_alike(before, after, VOCAB)
+
+
+def test_mixtures_without_kernels_of_few_launches_are_refused() -> None:
+    for sizes, what in (((18, 17), "17 experts of a token"), ((513, 2), "a router of 513 experts")):
+        options = dict(zip(("num_local_experts", "num_experts_per_tok"), sizes, strict=True))
+        with pytest.raises(ConfigError, match=f"--batch-invariant, and {what}"):
+            lower(build_model("mixtral", num_hidden_layers=1, **options))
 
 
 def test_quantized_caches_are_refused() -> None:

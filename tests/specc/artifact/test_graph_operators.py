@@ -49,6 +49,7 @@ BY_PASSES = {
     "specc.invariant_attend.default": "passes/rewrite/fix_row_sums.py",
     "specc.invariant_linear.default": "passes/rewrite/fix_row_sums.py",
     "specc.invariant_linear_q.default": "passes/rewrite/fix_row_sums.py",
+    "specc.invariant_experts.default": "passes/rewrite/fix_row_sums.py",
     "specc.norm_rope_write.default": "passes/rewrite/fuse_head_norm.py",
     "specc.rope_write_latent.default": "passes/rewrite/fuse_latent_write.py",
     "specc.route.default": "passes/rewrite/fuse_router.py",
