@@ -47,12 +47,17 @@ def make_args(case: Case, device: torch.device) -> dict[str, Tensor]:
     return {"q": q.transpose(0, 1), "cos": cos, "sin": sin, **args}
 
 
-def check_rope_write(case: Case, device: torch.device) -> None:
-    """Compare queries and all of the slabs with the oracle's; raises AssertionError."""
+with_and_without = pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "hadamard"])
+
+
+@with_and_without
+@pytest.mark.parametrize("name", CASES)
+def test_rope_write(name: str, hadamard: bool, device: torch.device) -> None:
+    case = CASES[name]
     args, slabs = split_slabs(make_args(case, device))
     expected, expected_slabs = split_slabs(make_args(case, device))
-    got = rope_write(**args)
-    want = rope_write_reference(**expected)
+    got = rope_write(**args, hadamard=hadamard)
+    want = rope_write_reference(**expected, hadamard=hadamard)
     tolerance = TOLERANCE[case.dtype]
     assert got.transpose(0, 1).is_contiguous()
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
@@ -61,18 +66,33 @@ def check_rope_write(case: Case, device: torch.device) -> None:
     # a wider cache holds what the activations' dtype can hold
     narrow = slabs[0].to(case.dtype).to(slabs[0].dtype)
     torch.testing.assert_close(slabs[0], narrow, rtol=0, atol=0)
-    # what is not rotated is copied
-    size = args["cos"].shape[1]
-    torch.testing.assert_close(got[..., size:], args["q"][..., size:], rtol=0, atol=0)
+    if not hadamard:
+        # what is not rotated is copied
+        size = args["cos"].shape[1]
+        torch.testing.assert_close(got[..., size:], args["q"][..., size:], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_rope_write(name: str, device: torch.device) -> None:
-    check_rope_write(CASES[name], device)
+@pytest.mark.parametrize("name", [*CASES, *CODED_CASES])
+def test_transformed_rows_are_those_of_the_oracle(name: str, device: torch.device) -> None:
+    """To the last bit, codes too, where products are exact: then it is of no matter what is fused.
+
+    All of the tensors are multiples of 1/4 below 4.
+    """
+    case = {**CASES, **CODED_CASES}[name]
+    (args, slabs), (expected, expected_slabs) = (
+        split_slabs(make_args(case, device)) for _ in range(2)
+    )
+    for rows in (args, expected):
+        for key in ("q", "k", "v", "cos", "sin"):
+            rows[key].copy_(rows[key].mul(4).round().div(4).clamp(-4, 4))
+    got = rope_write(**args, hadamard=True)
+    assert torch.equal(got, rope_write_reference(**expected, hadamard=True))
+    assert all(map(torch.equal, slabs, expected_slabs))
 
 
+@with_and_without
 @pytest.mark.parametrize("name", CODED_CASES)
-def test_codes_are_those_of_rotated_rows(name: str, device: torch.device) -> None:
+def test_codes_are_those_of_rotated_rows(name: str, hadamard: bool, device: torch.device) -> None:
     """Byte for byte, of rows that the same kernel writes in the activations' type."""
     case = CODED_CASES[name]
     args, slabs = split_slabs(make_args(case, device))
@@ -80,7 +100,8 @@ def test_codes_are_those_of_rotated_rows(name: str, device: torch.device) -> Non
     for name, value in args.items():
         if not name.endswith("_cache"):
             plain[name] = value
-    assert torch.equal(rope_write(**args), rope_write(**plain))
+    got = rope_write(**args, hadamard=hadamard)
+    assert torch.equal(got, rope_write(**plain, hadamard=hadamard))
     for slab, values in zip(slabs, plain_slabs, strict=True):
         is_written = (values != CANARY).all(-1)
         assert torch.equal(slab[is_written], store_rows(values[is_written], slab.dtype))
@@ -145,9 +166,12 @@ def normed_args(case: Case, device: torch.device) -> tuple[dict[str, Any], list[
     return args | {"eps": EPS}, slabs
 
 
+@with_and_without
 @pytest.mark.parametrize("unit_offset", [False, True], ids=["gamma", "offset"])
 @pytest.mark.parametrize("name", NORMED)
-def test_norm_rope_write(name: str, unit_offset: bool, device: torch.device) -> None:
+def test_norm_rope_write(
+    name: str, unit_offset: bool, hadamard: bool, device: torch.device
+) -> None:
     case = CASES[name]
     args, slabs = normed_args(case, device)
     expected, expected_slabs = normed_args(case, device)
@@ -155,8 +179,9 @@ def test_norm_rope_write(name: str, unit_offset: bool, device: torch.device) -> 
     for rows in (args, expected):
         rows["q"][:, -1] *= 0.01
         rows["k"][:, 0] = 0
-    got = norm_rope_write(**args, unit_offset=unit_offset)
-    want = norm_rope_write_reference(**expected, unit_offset=unit_offset)
+    options = {"unit_offset": unit_offset, "hadamard": hadamard}
+    got = norm_rope_write(**args, **options)
+    want = norm_rope_write_reference(**expected, **options)
     tolerance = 2 * TOLERANCE[case.dtype]
     assert got.transpose(0, 1).is_contiguous()
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
@@ -164,8 +189,11 @@ def test_norm_rope_write(name: str, unit_offset: bool, device: torch.device) -> 
     torch.testing.assert_close(slabs[1], expected_slabs[1], rtol=0, atol=0)
 
 
+@with_and_without
 @pytest.mark.parametrize("name", ["tree", "partial", "one-token", "tree-int8", "partial-fp8"])
-def test_a_norm_is_rounded_before_it_is_rotated(name: str, device: torch.device) -> None:
+def test_a_norm_is_rounded_before_it_is_rotated(
+    name: str, hadamard: bool, device: torch.device
+) -> None:
     """To the last bit what `rms_norm` and `rope_write` make one after the other, codes too."""
     case = {**CASES, **CODED_CASES}[name]
     args, slabs = normed_args(case, device)
@@ -174,11 +202,11 @@ def test_a_norm_is_rounded_before_it_is_rotated(name: str, device: torch.device)
         # squares whose sum is the same in any order
         for key in "qk":
             rows[key].copy_(rows[key].mul(4).round().div(4))
-    got = norm_rope_write(**args, unit_offset=False)
+    got = norm_rope_write(**args, unit_offset=False, hadamard=hadamard)
     for key in "qk":
         apart[key] = rms_norm(apart[key], apart.pop(f"{key}_gamma"), EPS)
     del apart["eps"]
-    assert torch.equal(got, rope_write(**apart))
+    assert torch.equal(got, rope_write(**apart, hadamard=hadamard))
     for slab, other in zip(slabs, apart_slabs, strict=True):
         assert torch.equal(slab, other)
 
