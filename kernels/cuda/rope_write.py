@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.hadamard import transformed
-from specc.kernels.cuda.kv_quantized import codes_of, in_words, largest_of, store_row, store_scales
+from specc.kernels.cuda.kv_quantized import in_words, store_row
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, Types
 from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.cuda.write_kv import DTYPES, SEARCH, cache_rows, check_cache
@@ -37,63 +37,13 @@ def _scaled(b_x, b_scale, p_gamma, m_gamma, offset, p_x):
 
 @triton.jit
 def _rotate_heads(
-    p_x, p_y, p_cos, p_sin, gamma, eps, offset, m_x, m_t, D: tl.constexpr, R: tl.constexpr,
-    BR: tl.constexpr, BREST: tl.constexpr,
+    p_x, p_y, p_cos, p_sin, gamma, eps, offset, m_x, D: tl.constexpr, R: tl.constexpr,
+    BD: tl.constexpr, HADAMARD: tl.constexpr,
 ):  # fmt: skip
     """Rotate heads at p_x [BT, BH, 1] into p_y; p_cos and p_sin are of [BT, 1, 1].
 
     Where there is a gamma [D], they are normalized before.
     """
-    HALF: tl.constexpr = R // 2
-    o_r = tl.arange(0, BR)[None, None, :]
-    m_r = o_r < HALF
-    b_cos = tl.load(p_cos + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)  # [BT, 1, BR]
-    b_sin = tl.load(p_sin + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)
-    b_cos2 = tl.load(p_cos + HALF + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)
-    b_sin2 = tl.load(p_sin + HALF + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)
-    b_x = tl.load(p_x + o_r, mask=m_x & m_r, other=0.0).to(tl.float32)  # [BT, BH, BR]
-    b_x2 = tl.load(p_x + HALF + o_r, mask=m_x & m_r, other=0.0).to(tl.float32)
-    if D > R:
-        o_d = R + tl.arange(0, BREST)[None, None, :]
-        b_rest = tl.load(p_x + o_d, mask=m_x & (o_d < D), other=0.0)
-    if gamma is not None:
-        b_sum = tl.sum(b_x * b_x + b_x2 * b_x2, axis=2, keep_dims=True)  # [BT, BH, 1]
-        if D > R:
-            b_wide = b_rest.to(tl.float32)
-            b_sum += tl.sum(b_wide * b_wide, axis=2, keep_dims=True)
-        b_scale = tl.rsqrt(b_sum / D + eps)
-        if D > R:
-            b_rest = _scaled(b_wide, b_scale, gamma + o_d, o_d < D, offset, p_x)
-        b_x = _scaled(b_x, b_scale, gamma + o_r, m_r, offset, p_x).to(tl.float32)
-        b_x2 = _scaled(b_x2, b_scale, gamma + HALF + o_r, m_r, offset, p_x).to(tl.float32)
-    # rounded to the dtype of the activations first, whatever the cache has
-    b_y = (b_x * b_cos - b_x2 * b_sin).to(p_x.dtype.element_ty)
-    b_y2 = (b_x2 * b_cos2 + b_x * b_sin2).to(p_x.dtype.element_ty)
-    if p_y.dtype.element_ty.primitive_bitwidth == 8:
-        # the scale of a row is that of all of its columns
-        b_largest = tl.maximum(largest_of(b_y), largest_of(b_y2))
-        if D > R:
-            b_largest = tl.maximum(b_largest, largest_of(b_rest))
-            b_rest = codes_of(b_rest, b_largest, p_y.dtype.element_ty)
-            tl.store(p_y + o_d, b_rest, mask=m_x & (o_d < D))
-        b_y = codes_of(b_y, b_largest, p_y.dtype.element_ty)
-        b_y2 = codes_of(b_y2, b_largest, p_y.dtype.element_ty)
-        tl.store(p_y + o_r, b_y, mask=m_x & m_r)
-        tl.store(p_y + HALF + o_r, b_y2, mask=m_x & m_r)
-        store_scales(p_y, b_largest, m_x, D)
-    else:
-        tl.store(p_y + o_r, b_y.to(p_y.dtype.element_ty), mask=m_x & m_r)
-        tl.store(p_y + HALF + o_r, b_y2.to(p_y.dtype.element_ty), mask=m_x & m_r)
-        if D > R:
-            tl.store(p_y + o_d, b_rest.to(p_y.dtype.element_ty), mask=m_x & (o_d < D))
-
-
-@triton.jit
-def _transform_heads(
-    p_x, p_y, p_cos, p_sin, gamma, eps, offset, m_x, m_t, D: tl.constexpr, R: tl.constexpr,
-    BD: tl.constexpr, HADAMARD: tl.constexpr,
-):  # fmt: skip
-    """Likewise, and multiply what is rotated; a program has a row in one piece, in order."""
     o_d = tl.arange(0, BD)[None, None, :]
     m_r = o_d < R
     # what a column is rotated into
@@ -102,28 +52,20 @@ def _transform_heads(
     b_other = tl.load(p_x + o_other, mask=m_x & m_r, other=0.0).to(tl.float32)
     # of every head, so that all tensors have one layout, and no row is divided among warps
     o_of, o_to = tl.broadcast_to(o_d, b_x.shape), tl.broadcast_to(o_other, b_x.shape)
-    b_cos = tl.load(p_cos + o_of, mask=m_x & m_r, other=1.0).to(tl.float32)
+    b_cos = tl.load(p_cos + o_of, mask=m_x & m_r, other=0.0).to(tl.float32)
     b_sin = tl.load(p_sin + o_of, mask=m_x & m_r, other=0.0).to(tl.float32)
     if gamma is not None:
         b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=2, keep_dims=True) / D + eps)
         m_d, m_to = tl.broadcast_to(o_d < D, b_x.shape), tl.broadcast_to(m_r, b_x.shape)
         b_x = _scaled(b_x, b_scale, gamma + o_of, m_d, offset, p_x).to(tl.float32)
         b_other = _scaled(b_other, b_scale, gamma + o_to, m_to, offset, p_x).to(tl.float32)
-    b_y = b_x * b_cos + b_other * tl.where(o_d < R // 2, -b_sin, b_sin)
-    # rounded as what is rotated alone, and as `specc::hadamard` rounds what it returns
-    b_y = transformed(b_y.to(p_x.dtype.element_ty).to(tl.float32), HADAMARD)
-    store_row(p_y, o_d, b_y.to(p_x.dtype.element_ty), m_x, D)
-
-
-@triton.jit
-def _turn_heads(
-    p_x, p_y, p_cos, p_sin, gamma, eps, offset, m_x, m_t, D: tl.constexpr, R: tl.constexpr,
-    BR: tl.constexpr, BREST: tl.constexpr, HADAMARD: tl.constexpr,
-):  # fmt: skip
+    b_turn = b_other * b_sin
+    b_y = tl.where(o_d < R // 2, b_x * b_cos - b_turn, b_x * b_cos + b_turn)
+    # rounded to the dtype of the activations first, whatever the cache has
+    b_y = tl.where(m_r, b_y, b_x).to(p_x.dtype.element_ty)
     if HADAMARD:
-        _transform_heads(p_x, p_y, p_cos, p_sin, gamma, eps, offset, m_x, m_t, D, R, BR, HADAMARD)
-    else:
-        _rotate_heads(p_x, p_y, p_cos, p_sin, gamma, eps, offset, m_x, m_t, D, R, BR, BREST)
+        b_y = transformed(b_y.to(tl.float32), HADAMARD).to(p_x.dtype.element_ty)
+    store_row(p_y, o_d, b_y, m_x, D)
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -168,8 +110,7 @@ def _rope_write_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     R: tl.constexpr,
-    BR: tl.constexpr,
-    BREST: tl.constexpr,
+    BD: tl.constexpr,
     BDV: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
@@ -191,10 +132,7 @@ def _rope_write_kernel(
         m_q = m_t[:, None, None] & (o_h < num_heads)
         p_q = q + o_t3 * stride_qt + o_h * stride_qh  # [BT, BH, 1]
         p_out = out + (o_t3 * num_heads + o_h) * D
-        _turn_heads(
-            p_q, p_out, p_cos, p_sin, q_gamma, eps, offset, m_q, m_t[:, None, None],
-            D, R, BR, BREST, HADAMARD,
-        )  # fmt: skip
+        _rotate_heads(p_q, p_out, p_cos, p_sin, q_gamma, eps, offset, m_q, D, R, BD, HADAMARD)
     else:
         i_group -= num_query_groups
         o_h = (i_group * BH + tl.arange(0, BH))[None, :, None].to(tl.int64)
@@ -211,9 +149,7 @@ def _rope_write_kernel(
         stride_kch, stride_vch = in_words(stride_kch, k_cache), in_words(stride_vch, v_cache)
         p_k = k + o_t3 * stride_kt + o_h * stride_kh
         p_kc = k_cache + b_block * stride_kcb + b_row * stride_kcs + o_h * stride_kch
-        _turn_heads(
-            p_k, p_kc, p_cos, p_sin, k_gamma, eps, offset, m_k, m_live, D, R, BR, BREST, HADAMARD
-        )
+        _rotate_heads(p_k, p_kc, p_cos, p_sin, k_gamma, eps, offset, m_k, D, R, BD, HADAMARD)
         o_dv = tl.arange(0, BDV)[None, None, :]
         m_v = m_k & (o_dv < DV)
         b_v = tl.load(v + o_t3 * stride_vt + o_h * stride_vh + o_dv, mask=m_v, other=0.0)
@@ -224,17 +160,10 @@ def _rope_write_kernel(
 def config(num_tokens: int) -> tuple[int, int, int]:
     """Tokens and heads of a program, and its warps: few tokens spread over more programs.
 
-    With 4 warps for 16 rows ptxas spills on sm_80.
+    With norms it is that of few tokens for any number: the sums of a row have one order. With 4
+    warps for 16 rows ptxas spills on sm_80.
     """
     return (1, 4, 4) if num_tokens <= 64 else (4, 4, 8)
-
-
-def normed_config(head_dim: int, hadamard: bool = False) -> tuple[int, int, int]:
-    """The same with norms, for any number of tokens: the sums of a row have one order.
-
-    With 4 warps for 256 columns ptxas spills on sm_90 (Triton 3.6), unless a row is in one piece.
-    """
-    return 1, 4, 4 if head_dim <= 128 or hadamard else 8
 
 
 def rope_write(
@@ -310,7 +239,7 @@ def _launch(
     if num_tokens == 0:
         return out.transpose(0, 1)
     size = cos.shape[1]
-    blocks = _blocks(*(config(num_tokens) if norm is None else normed_config(head_dim, hadamard)))
+    blocks = _blocks(*config(num_tokens if norm is None else 1))
     block_t, block_h = blocks["BT"], blocks["BH"]
     num_groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     _rope_write_kernel[(triton.cdiv(num_tokens, block_t), num_groups)](
@@ -327,13 +256,9 @@ def _launch(
 
 
 def _sizes(head_dim: int, value_dim: int, size: int, hadamard: bool = False) -> dict[str, int]:
-    sizes = {"D": head_dim, "DV": value_dim, "R": size, "BDV": triton.next_power_of_2(value_dim)}
-    if hadamard:
-        # columns of a program, and of the matrix
-        block_d = triton.next_power_of_2(head_dim)
-        return {**sizes, "BR": block_d, "BREST": 1, "HADAMARD": head_dim & -head_dim}
-    rest = triton.next_power_of_2(head_dim - size) if head_dim > size else 1
-    return {**sizes, "BR": triton.next_power_of_2(size // 2), "BREST": rest, "HADAMARD": 0}
+    columns = {"D": head_dim, "DV": value_dim, "R": size}
+    padded = {"BD": triton.next_power_of_2(head_dim), "BDV": triton.next_power_of_2(value_dim)}
+    return {**columns, **padded, "HADAMARD": head_dim & -head_dim if hadamard else 0}
 
 
 def _blocks(block_t: int, block_h: int, num_warps: int) -> dict[str, int]:
@@ -387,7 +312,7 @@ def shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
             found: list[tuple[str, tuple[int, int, int], tuple[str, ...]]]
             found = [(f"{name}-tokens{c[0]}", c, _NORM) for c in (config(1), config(512))]
             if (head_dim, size) in NORMED_SIZES:
-                found.append((f"norm_{name}", normed_config(head_dim, hadamard), ()))
+                found.append((f"norm_{name}", config(1), ()))
             for own_name, c, absent in found:
                 item = Shipped.of(
                     own_name, _rope_write_kernel, {dtype: rows}, types,

@@ -47,13 +47,8 @@ def make_args(case: Case, device: torch.device) -> dict[str, Tensor]:
     return {"q": q.transpose(0, 1), "cos": cos, "sin": sin, **args}
 
 
-with_and_without = pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "hadamard"])
-
-
-@with_and_without
-@pytest.mark.parametrize("name", CASES)
-def test_rope_write(name: str, hadamard: bool, device: torch.device) -> None:
-    case = CASES[name]
+def check_rope_write(case: Case, device: torch.device, hadamard: bool) -> None:
+    """Compare queries and all of the slabs with the oracle's; raises AssertionError."""
     args, slabs = split_slabs(make_args(case, device))
     expected, expected_slabs = split_slabs(make_args(case, device))
     got = rope_write(**args, hadamard=hadamard)
@@ -72,40 +67,46 @@ def test_rope_write(name: str, hadamard: bool, device: torch.device) -> None:
         torch.testing.assert_close(got[..., size:], args["q"][..., size:], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [*CASES, *CODED_CASES])
-def test_transformed_rows_are_those_of_the_oracle(name: str, device: torch.device) -> None:
-    """To the last bit, codes too, where products are exact: then it is of no matter what is fused.
+@pytest.mark.parametrize("name", CASES)
+def test_rope_write(name: str, device: torch.device) -> None:
+    for hadamard in (False, True):
+        check_rope_write(CASES[name], device, hadamard)
 
-    All of the tensors are multiples of 1/4 below 4.
+
+@pytest.mark.parametrize("name", [*CASES, *CODED_CASES])
+def test_exact_products_make_the_bits_of_the_oracle(name: str, device: torch.device) -> None:
+    """Signs of zeros, too. Then nothing depends on what is fused.
+
+    All numbers are multiples of 1/4 up to 4.
     """
     case = {**CASES, **CODED_CASES}[name]
-    (args, slabs), (expected, expected_slabs) = (
-        split_slabs(make_args(case, device)) for _ in range(2)
-    )
-    for rows in (args, expected):
-        for key in ("q", "k", "v", "cos", "sin"):
-            rows[key].copy_(rows[key].mul(4).round().div(4).clamp(-4, 4))
-    got = rope_write(**args, hadamard=True)
-    assert torch.equal(got, rope_write_reference(**expected, hadamard=True))
-    assert all(map(torch.equal, slabs, expected_slabs))
+    for hadamard in (False, True):
+        found: list[list[Tensor]] = []
+        for operator in (rope_write, rope_write_reference):
+            args, slabs = split_slabs(make_args(case, device))
+            for key in ("q", "k", "v", "cos", "sin"):
+                args[key].copy_(args[key].mul(4).round().div(4).clamp(-4, 4))
+            turned = operator(**args, hadamard=hadamard)
+            found.append([x.contiguous().view(torch.uint8) for x in (turned, *slabs)])
+        assert all(map(torch.equal, *found))
 
 
-@with_and_without
 @pytest.mark.parametrize("name", CODED_CASES)
-def test_codes_are_those_of_rotated_rows(name: str, hadamard: bool, device: torch.device) -> None:
+def test_codes_are_those_of_rotated_rows(name: str, device: torch.device) -> None:
     """Byte for byte, of rows that the same kernel writes in the activations' type."""
     case = CODED_CASES[name]
-    args, slabs = split_slabs(make_args(case, device))
-    plain, plain_slabs = split_slabs(make_args(replace(case, rows="auto"), device))
-    for name, value in args.items():
-        if not name.endswith("_cache"):
-            plain[name] = value
-    got = rope_write(**args, hadamard=hadamard)
-    assert torch.equal(got, rope_write(**plain, hadamard=hadamard))
-    for slab, values in zip(slabs, plain_slabs, strict=True):
-        is_written = (values != CANARY).all(-1)
-        assert torch.equal(slab[is_written], store_rows(values[is_written], slab.dtype))
-        assert (slab[~is_written] == CANARY_CODE).all()
+    for hadamard in (False, True):
+        args, slabs = split_slabs(make_args(case, device))
+        plain, plain_slabs = split_slabs(make_args(replace(case, rows="auto"), device))
+        for key, value in args.items():
+            if not key.endswith("_cache"):
+                plain[key] = value
+        got = rope_write(**args, hadamard=hadamard)
+        assert torch.equal(got, rope_write(**plain, hadamard=hadamard))
+        for slab, values in zip(slabs, plain_slabs, strict=True):
+            is_written = (values != CANARY).all(-1)
+            assert torch.equal(slab[is_written], store_rows(values[is_written], slab.dtype))
+            assert (slab[~is_written] == CANARY_CODE).all()
 
 
 def test_bad_data_writes_nothing(device: torch.device) -> None:
@@ -166,20 +167,21 @@ def normed_args(case: Case, device: torch.device) -> tuple[dict[str, Any], list[
     return args | {"eps": EPS}, slabs
 
 
-@with_and_without
 @pytest.mark.parametrize("unit_offset", [False, True], ids=["gamma", "offset"])
 @pytest.mark.parametrize("name", NORMED)
-def test_norm_rope_write(
-    name: str, unit_offset: bool, hadamard: bool, device: torch.device
-) -> None:
-    case = CASES[name]
+def test_norm_rope_write(name: str, unit_offset: bool, device: torch.device) -> None:
+    for hadamard in (False, True):
+        check_norm_rope_write(CASES[name], device, unit_offset=unit_offset, hadamard=hadamard)
+
+
+def check_norm_rope_write(case: Case, device: torch.device, **options: bool) -> None:
+    """Compare queries and all of the slabs with the oracle's; raises AssertionError."""
     args, slabs = normed_args(case, device)
     expected, expected_slabs = normed_args(case, device)
     # a row that is small beside eps, and one that is nothing at all
     for rows in (args, expected):
         rows["q"][:, -1] *= 0.01
         rows["k"][:, 0] = 0
-    options = {"unit_offset": unit_offset, "hadamard": hadamard}
     got = norm_rope_write(**args, **options)
     want = norm_rope_write_reference(**expected, **options)
     tolerance = 2 * TOLERANCE[case.dtype]
@@ -189,26 +191,23 @@ def test_norm_rope_write(
     torch.testing.assert_close(slabs[1], expected_slabs[1], rtol=0, atol=0)
 
 
-@with_and_without
 @pytest.mark.parametrize("name", ["tree", "partial", "one-token", "tree-int8", "partial-fp8"])
-def test_a_norm_is_rounded_before_it_is_rotated(
-    name: str, hadamard: bool, device: torch.device
-) -> None:
+def test_a_norm_is_rounded_before_it_is_rotated(name: str, device: torch.device) -> None:
     """To the last bit what `rms_norm` and `rope_write` make one after the other, codes too."""
     case = {**CASES, **CODED_CASES}[name]
-    args, slabs = normed_args(case, device)
-    apart, apart_slabs = normed_args(case, device)
-    for rows in (args, apart):
-        # squares whose sum is the same in any order
+    for hadamard in (False, True):
+        args, slabs = normed_args(case, device)
+        apart, apart_slabs = normed_args(case, device)
+        for rows in (args, apart):
+            # squares whose sum is the same in any order
+            for key in "qk":
+                rows[key].copy_(rows[key].mul(4).round().div(4))
+        got = norm_rope_write(**args, unit_offset=False, hadamard=hadamard)
         for key in "qk":
-            rows[key].copy_(rows[key].mul(4).round().div(4))
-    got = norm_rope_write(**args, unit_offset=False, hadamard=hadamard)
-    for key in "qk":
-        apart[key] = rms_norm(apart[key], apart.pop(f"{key}_gamma"), EPS)
-    del apart["eps"]
-    assert torch.equal(got, rope_write(**apart, hadamard=hadamard))
-    for slab, other in zip(slabs, apart_slabs, strict=True):
-        assert torch.equal(slab, other)
+            apart[key] = rms_norm(apart[key], apart.pop(f"{key}_gamma"), EPS)
+        del apart["eps"]
+        assert torch.equal(got, rope_write(**apart, hadamard=hadamard))
+        assert all(map(torch.equal, slabs, apart_slabs))
 
 
 def test_a_row_without_numbers_stays_alone(device: torch.device) -> None:
