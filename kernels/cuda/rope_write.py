@@ -52,13 +52,13 @@ def _rotate_heads(
     b_other = tl.load(p_x + o_other, mask=m_x & m_r, other=0.0).to(tl.float32)
     # of every head, so that all tensors have one layout, and no row is divided among warps
     o_of, o_to = tl.broadcast_to(o_d, b_x.shape), tl.broadcast_to(o_other, b_x.shape)
-    b_cos = tl.load(p_cos + o_of, mask=m_x & m_r, other=0.0).to(tl.float32)
-    b_sin = tl.load(p_sin + o_of, mask=m_x & m_r, other=0.0).to(tl.float32)
     if gamma is not None:
         b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=2, keep_dims=True) / D + eps)
         m_d, m_to = tl.broadcast_to(o_d < D, b_x.shape), tl.broadcast_to(m_r, b_x.shape)
         b_x = _scaled(b_x, b_scale, gamma + o_of, m_d, offset, p_x).to(tl.float32)
         b_other = _scaled(b_other, b_scale, gamma + o_to, m_to, offset, p_x).to(tl.float32)
+    b_cos = tl.load(p_cos + o_of, mask=m_x & m_r, other=0.0).to(tl.float32)
+    b_sin = tl.load(p_sin + o_of, mask=m_x & m_r, other=0.0).to(tl.float32)
     b_turn = b_other * b_sin
     b_y = tl.where(o_d < R // 2, b_x * b_cos - b_turn, b_x * b_cos + b_turn)
     # rounded to the dtype of the activations first, whatever the cache has
