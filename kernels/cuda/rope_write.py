@@ -239,7 +239,7 @@ def _launch(
     if num_tokens == 0:
         return out.transpose(0, 1)
     size = cos.shape[1]
-    blocks = _blocks(*config(num_tokens if norm is None else 1))
+    blocks = _blocks(*config(num_tokens if norm is None else 1), hadamard)
     block_t, block_h = blocks["BT"], blocks["BH"]
     num_groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     _rope_write_kernel[(triton.cdiv(num_tokens, block_t), num_groups)](
@@ -261,8 +261,10 @@ def _sizes(head_dim: int, value_dim: int, size: int, hadamard: bool = False) -> 
     return {**columns, **padded, "HADAMARD": head_dim & -head_dim if hadamard else 0}
 
 
-def _blocks(block_t: int, block_h: int, num_warps: int) -> dict[str, int]:
-    return {"BT": block_t, "BH": block_h, "BB": SEARCH, "num_warps": num_warps}
+def _blocks(block_t: int, block_h: int, num_warps: int, hadamard: bool) -> dict[str, int]:
+    blocks = {"BT": block_t, "BH": block_h, "BB": SEARCH, "num_warps": num_warps}
+    # more than any needs: without a limit, ptxas spills some for one more resident program
+    return {**blocks, "maxnreg": 128} if hadamard else blocks
 
 
 def _check_rotation(operator: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -316,7 +318,7 @@ def shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
             for own_name, c, absent in found:
                 item = Shipped.of(
                     own_name, _rope_write_kernel, {dtype: rows}, types,
-                    **_sizes(head_dim, head_dim, size, hadamard), **_blocks(*c),
+                    **_sizes(head_dim, head_dim, size, hadamard), **_blocks(*c, hadamard),
                     **dict.fromkeys(absent),
                 )  # fmt: skip
                 yield from with_dependent(item, capability, dtype)
