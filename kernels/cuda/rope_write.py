@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
 from specc.kernels.cuda.hadamard import transformed
 from specc.kernels.cuda.kv_quantized import in_words, store_row
@@ -239,7 +240,7 @@ def _launch(
     if num_tokens == 0:
         return out.transpose(0, 1)
     size = cos.shape[1]
-    blocks = _blocks(*config(num_tokens if norm is None else 1), hadamard)
+    blocks = _blocks(*config(num_tokens if norm is None else 1), holds_quantized(k_cache.dtype))
     block_t, block_h = blocks["BT"], blocks["BH"]
     num_groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     _rope_write_kernel[(triton.cdiv(num_tokens, block_t), num_groups)](
@@ -261,10 +262,10 @@ def _sizes(head_dim: int, value_dim: int, size: int, hadamard: bool = False) -> 
     return {**columns, **padded, "HADAMARD": head_dim & -head_dim if hadamard else 0}
 
 
-def _blocks(block_t: int, block_h: int, num_warps: int, hadamard: bool) -> dict[str, int]:
+def _blocks(block_t: int, block_h: int, num_warps: int, is_quantized: bool) -> dict[str, int]:
     blocks = {"BT": block_t, "BH": block_h, "BB": SEARCH, "num_warps": num_warps}
     # more than any needs: without a limit, ptxas spills some for one more resident program
-    return {**blocks, "maxnreg": 128} if hadamard else blocks
+    return {**blocks, "maxnreg": 128} if is_quantized else blocks
 
 
 def _check_rotation(operator: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -304,7 +305,7 @@ def shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability.
 
     Args:
-        is_quantized: those with the matrix, too.
+        is_quantized: those over quantized caches, with the matrix, too.
     """
     rows = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "out", "q_gamma", "k_gamma")
     types: Types = {torch.int32: ("q_start", "slot", "block_table"), float: ("eps", "offset")}
@@ -318,7 +319,7 @@ def shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
             for own_name, c, absent in found:
                 item = Shipped.of(
                     own_name, _rope_write_kernel, {dtype: rows}, types,
-                    **_sizes(head_dim, head_dim, size, hadamard), **_blocks(*c, hadamard),
+                    **_sizes(head_dim, head_dim, size, hadamard), **_blocks(*c, is_quantized),
                     **dict.fromkeys(absent),
                 )  # fmt: skip
                 yield from with_dependent(item, capability, dtype)
