@@ -134,7 +134,7 @@ consteval bool fits_schema(std::string_view name) {
   if (name == "specc::node_winners")
     return std::is_same_v<Function, One(T, T, T, int64_t, T, T, T, T, T)>;
   if (name == "specc::norm_rope_write")
-    return std::is_same_v<Function, One(T, T, T, T, T, double, bool, T, T, T, T, T, T, T)>;
+    return std::is_same_v<Function, One(T, T, T, T, T, double, bool, T, T, T, T, T, T, T, bool)>;
   if (name == "specc::over_link")
     return std::is_same_v<Function, One(T, Text)>;
   if (name == "specc::record_tokens")
@@ -452,7 +452,7 @@ constexpr const char* kSchemas[] = {
         "values, Tensor words, Tensor cache_len, Tensor history, Tensor block_table) -> Tensor",
     "specc::norm_rope_write(Tensor q, Tensor k, Tensor v, Tensor q_gamma, Tensor k_gamma, "
         "float eps, bool unit_offset, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) "
-        "v_cache, Tensor q_start, Tensor slot, Tensor block_table) -> Tensor",
+        "v_cache, Tensor q_start, Tensor slot, Tensor block_table, bool hadamard=False) -> Tensor",
     "specc::over_link(Tensor x, str link) -> Tensor",
     "specc::record_tokens(Tensor(a!) history, Tensor block_table, Tensor cache_len, Tensor "
         "last_tokens, Tensor output_tokens, Tensor num_accepted) -> ()",

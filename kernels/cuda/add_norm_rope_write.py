@@ -81,11 +81,12 @@ def in_launches(
     operator: str, normed: Tensor, weight: Tensor, bias: Tensor | None, *places: Tensor
 ) -> Tensor:
     """Product, rotation and write, each by itself; see `rope_write`."""
-    num_tokens, (_, _, k_cache, _, _, slot, _) = normed.shape[:-1].numel(), places
+    cos, sin, k_cache, v_cache, q_start, slot, block_table = places
+    num_tokens = normed.shape[:-1].numel()
     num_heads, kv_heads, head_dim = heads_of(operator, num_tokens, weight, k_cache, slot)
     y = functional.linear(normed, weight, bias).view(num_tokens, -1, head_dim)
     q, k, v = y.transpose(0, 1).split([num_heads, kv_heads, kv_heads])
-    return rope_write(q, k, v, *places)
+    return rope_write(q, k, v, cos, sin, k_cache, v_cache, q_start, slot, block_table)
 
 
 def in_one_launch(

@@ -2,10 +2,12 @@
 
 Programs of the first head groups rotate queries; those after rotate keys and write keys and
 values to the cache. `specc::norm_rope_write` normalizes heads of q and k before they are rotated.
+Where keys are stored in int8, both multiply what they have rotated by a Hadamard matrix.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -13,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.dependent import launch_options, wait_for_earlier, with_dependent
-from specc.kernels.cuda.kv_quantized import codes_of, in_words, largest_of, store_row, store_scales
+from specc.kernels.cuda.hadamard import transformed
+from specc.kernels.cuda.kv_quantized import in_words, store_row
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped, Types
 from specc.kernels.cuda.strided_rows import FLOATS, check
 from specc.kernels.cuda.write_kv import DTYPES, SEARCH, cache_rows, check_cache
@@ -34,55 +38,35 @@ def _scaled(b_x, b_scale, p_gamma, m_gamma, offset, p_x):
 
 @triton.jit
 def _rotate_heads(
-    p_x, p_y, p_cos, p_sin, gamma, eps, offset, m_x, m_t, D: tl.constexpr, R: tl.constexpr,
-    BR: tl.constexpr, BREST: tl.constexpr,
+    p_x, p_y, p_cos, p_sin, gamma, eps, offset, m_x, D: tl.constexpr, R: tl.constexpr,
+    BD: tl.constexpr, HADAMARD: tl.constexpr,
 ):  # fmt: skip
     """Rotate heads at p_x [BT, BH, 1] into p_y; p_cos and p_sin are of [BT, 1, 1].
 
     Where there is a gamma [D], they are normalized before.
     """
-    HALF: tl.constexpr = R // 2
-    o_r = tl.arange(0, BR)[None, None, :]
-    m_r = o_r < HALF
-    b_cos = tl.load(p_cos + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)  # [BT, 1, BR]
-    b_sin = tl.load(p_sin + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)
-    b_cos2 = tl.load(p_cos + HALF + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)
-    b_sin2 = tl.load(p_sin + HALF + o_r, mask=m_t & m_r, other=0.0).to(tl.float32)
-    b_x = tl.load(p_x + o_r, mask=m_x & m_r, other=0.0).to(tl.float32)  # [BT, BH, BR]
-    b_x2 = tl.load(p_x + HALF + o_r, mask=m_x & m_r, other=0.0).to(tl.float32)
-    if D > R:
-        o_d = R + tl.arange(0, BREST)[None, None, :]
-        b_rest = tl.load(p_x + o_d, mask=m_x & (o_d < D), other=0.0)
+    o_d = tl.arange(0, BD)[None, None, :]
+    m_r = o_d < R
+    # what a column is rotated into
+    o_other = tl.where(o_d < R // 2, o_d + R // 2, o_d - R // 2)
+    b_x = tl.load(p_x + o_d, mask=m_x & (o_d < D), other=0.0).to(tl.float32)  # [BT, BH, BD]
+    b_other = tl.load(p_x + o_other, mask=m_x & m_r, other=0.0).to(tl.float32)
+    # of every head, so that all tensors have one layout, and no row is divided among warps
+    o_of, o_to = tl.broadcast_to(o_d, b_x.shape), tl.broadcast_to(o_other, b_x.shape)
     if gamma is not None:
-        b_sum = tl.sum(b_x * b_x + b_x2 * b_x2, axis=2, keep_dims=True)  # [BT, BH, 1]
-        if D > R:
-            b_wide = b_rest.to(tl.float32)
-            b_sum += tl.sum(b_wide * b_wide, axis=2, keep_dims=True)
-        b_scale = tl.rsqrt(b_sum / D + eps)
-        if D > R:
-            b_rest = _scaled(b_wide, b_scale, gamma + o_d, o_d < D, offset, p_x)
-        b_x = _scaled(b_x, b_scale, gamma + o_r, m_r, offset, p_x).to(tl.float32)
-        b_x2 = _scaled(b_x2, b_scale, gamma + HALF + o_r, m_r, offset, p_x).to(tl.float32)
+        b_scale = tl.rsqrt(tl.sum(b_x * b_x, axis=2, keep_dims=True) / D + eps)
+        m_d, m_to = tl.broadcast_to(o_d < D, b_x.shape), tl.broadcast_to(m_r, b_x.shape)
+        b_x = _scaled(b_x, b_scale, gamma + o_of, m_d, offset, p_x).to(tl.float32)
+        b_other = _scaled(b_other, b_scale, gamma + o_to, m_to, offset, p_x).to(tl.float32)
+    b_cos = tl.load(p_cos + o_of, mask=m_x & m_r, other=0.0).to(tl.float32)
+    b_sin = tl.load(p_sin + o_of, mask=m_x & m_r, other=0.0).to(tl.float32)
+    b_turn = b_other * b_sin
+    b_y = tl.where(o_d < R // 2, b_x * b_cos - b_turn, b_x * b_cos + b_turn)
     # rounded to the dtype of the activations first, whatever the cache has
-    b_y = (b_x * b_cos - b_x2 * b_sin).to(p_x.dtype.element_ty)
-    b_y2 = (b_x2 * b_cos2 + b_x * b_sin2).to(p_x.dtype.element_ty)
-    if p_y.dtype.element_ty.primitive_bitwidth == 8:
-        # the scale of a row is that of all of its columns
-        b_largest = tl.maximum(largest_of(b_y), largest_of(b_y2))
-        if D > R:
-            b_largest = tl.maximum(b_largest, largest_of(b_rest))
-            b_rest = codes_of(b_rest, b_largest, p_y.dtype.element_ty)
-            tl.store(p_y + o_d, b_rest, mask=m_x & (o_d < D))
-        b_y = codes_of(b_y, b_largest, p_y.dtype.element_ty)
-        b_y2 = codes_of(b_y2, b_largest, p_y.dtype.element_ty)
-        tl.store(p_y + o_r, b_y, mask=m_x & m_r)
-        tl.store(p_y + HALF + o_r, b_y2, mask=m_x & m_r)
-        store_scales(p_y, b_largest, m_x, D)
-    else:
-        tl.store(p_y + o_r, b_y.to(p_y.dtype.element_ty), mask=m_x & m_r)
-        tl.store(p_y + HALF + o_r, b_y2.to(p_y.dtype.element_ty), mask=m_x & m_r)
-        if D > R:
-            tl.store(p_y + o_d, b_rest.to(p_y.dtype.element_ty), mask=m_x & (o_d < D))
+    b_y = tl.where(m_r, b_y, b_x).to(p_x.dtype.element_ty)
+    if HADAMARD:
+        b_y = transformed(b_y.to(tl.float32), HADAMARD).to(p_x.dtype.element_ty)
+    store_row(p_y, o_d, b_y, m_x, D)
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -127,12 +111,12 @@ def _rope_write_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     R: tl.constexpr,
-    BR: tl.constexpr,
-    BREST: tl.constexpr,
+    BD: tl.constexpr,
     BDV: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
     BB: tl.constexpr,
+    HADAMARD: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     wait_for_earlier(IS_DEPENDENT)
@@ -149,9 +133,7 @@ def _rope_write_kernel(
         m_q = m_t[:, None, None] & (o_h < num_heads)
         p_q = q + o_t3 * stride_qt + o_h * stride_qh  # [BT, BH, 1]
         p_out = out + (o_t3 * num_heads + o_h) * D
-        _rotate_heads(
-            p_q, p_out, p_cos, p_sin, q_gamma, eps, offset, m_q, m_t[:, None, None], D, R, BR, BREST
-        )
+        _rotate_heads(p_q, p_out, p_cos, p_sin, q_gamma, eps, offset, m_q, D, R, BD, HADAMARD)
     else:
         i_group -= num_query_groups
         o_h = (i_group * BH + tl.arange(0, BH))[None, :, None].to(tl.int64)
@@ -168,7 +150,7 @@ def _rope_write_kernel(
         stride_kch, stride_vch = in_words(stride_kch, k_cache), in_words(stride_vch, v_cache)
         p_k = k + o_t3 * stride_kt + o_h * stride_kh
         p_kc = k_cache + b_block * stride_kcb + b_row * stride_kcs + o_h * stride_kch
-        _rotate_heads(p_k, p_kc, p_cos, p_sin, k_gamma, eps, offset, m_k, m_live, D, R, BR, BREST)
+        _rotate_heads(p_k, p_kc, p_cos, p_sin, k_gamma, eps, offset, m_k, D, R, BD, HADAMARD)
         o_dv = tl.arange(0, BDV)[None, None, :]
         m_v = m_k & (o_dv < DV)
         b_v = tl.load(v + o_t3 * stride_vt + o_h * stride_vh + o_dv, mask=m_v, other=0.0)
@@ -179,17 +161,10 @@ def _rope_write_kernel(
 def config(num_tokens: int) -> tuple[int, int, int]:
     """Tokens and heads of a program, and its warps: few tokens spread over more programs.
 
-    With 4 warps for 16 rows ptxas spills on sm_80.
+    With norms it is that of few tokens for any number: the sums of a row have one order. With 4
+    warps for 16 rows ptxas spills on sm_80.
     """
     return (1, 4, 4) if num_tokens <= 64 else (4, 4, 8)
-
-
-def normed_config(head_dim: int) -> tuple[int, int, int]:
-    """The same with norms, for any number of tokens: the sums of a row have one order.
-
-    With 4 warps for 256 columns ptxas spills on sm_90 (Triton 3.6).
-    """
-    return 1, 4, 4 if head_dim <= 128 else 8
 
 
 def rope_write(
@@ -203,10 +178,11 @@ def rope_write(
     q_start: Tensor,
     slot: Tensor,
     block_table: Tensor,
+    hadamard: bool = False,
 ) -> Tensor:
     """Rotate q and k and write k and v to the cache; see `rope_write_reference`."""
     places = (k_cache, v_cache, q_start, slot, block_table)
-    return _launch("rope_write", (q, k, v), (cos, sin), places, None)
+    return _launch("rope_write", (q, k, v), (cos, sin), places, None, hadamard)
 
 
 def norm_rope_write(
@@ -224,6 +200,7 @@ def norm_rope_write(
     q_start: Tensor,
     slot: Tensor,
     block_table: Tensor,
+    hadamard: bool = False,
 ) -> Tensor:
     """See `norm_rope_write_reference`."""
     for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
@@ -235,7 +212,7 @@ def norm_rope_write(
         )
     places = (k_cache, v_cache, q_start, slot, block_table)
     norm = (q_gamma, k_gamma, float(eps), float(unit_offset))
-    return _launch("norm_rope_write", (q, k, v), (cos, sin), places, norm)
+    return _launch("norm_rope_write", (q, k, v), (cos, sin), places, norm, hadamard)
 
 
 def _launch(
@@ -244,6 +221,7 @@ def _launch(
     tables: tuple[Tensor, Tensor],
     places: tuple[Tensor, ...],
     norm: tuple[Tensor, Tensor, float, float] | None,
+    hadamard: bool,
 ) -> Tensor:
     """Either operator.
 
@@ -262,7 +240,7 @@ def _launch(
     if num_tokens == 0:
         return out.transpose(0, 1)
     size = cos.shape[1]
-    blocks = _blocks(*(config(num_tokens) if norm is None else normed_config(head_dim)))
+    blocks = _blocks(*config(num_tokens if norm is None else 1), holds_quantized(k_cache.dtype))
     block_t, block_h = blocks["BT"], blocks["BH"]
     num_groups = triton.cdiv(num_heads, block_h) + triton.cdiv(num_kv_heads, block_h)
     _rope_write_kernel[(triton.cdiv(num_tokens, block_t), num_groups)](
@@ -271,21 +249,23 @@ def _launch(
         num_tokens, num_seqs, num_heads, num_kv_heads, num_blocks, num_pages, block_size,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0),
         *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
-        **_sizes(head_dim, value_dim, size),
+        **_sizes(head_dim, value_dim, size, hadamard),
         **launch_options(q.dtype),
         **blocks,
     )  # fmt: skip
     return out.transpose(0, 1)
 
 
-def _sizes(head_dim: int, value_dim: int, size: int) -> dict[str, int]:
-    sizes = {"D": head_dim, "DV": value_dim, "R": size, "BDV": triton.next_power_of_2(value_dim)}
-    rest = triton.next_power_of_2(head_dim - size) if head_dim > size else 1
-    return {**sizes, "BR": triton.next_power_of_2(size // 2), "BREST": rest}
+def _sizes(head_dim: int, value_dim: int, size: int, hadamard: bool = False) -> dict[str, int]:
+    columns = {"D": head_dim, "DV": value_dim, "R": size}
+    padded = {"BD": triton.next_power_of_2(head_dim), "BDV": triton.next_power_of_2(value_dim)}
+    return {**columns, **padded, "HADAMARD": head_dim & -head_dim if hadamard else 0}
 
 
-def _blocks(block_t: int, block_h: int, num_warps: int) -> dict[str, int]:
-    return {"BT": block_t, "BH": block_h, "BB": SEARCH, "num_warps": num_warps}
+def _blocks(block_t: int, block_h: int, num_warps: int, is_quantized: bool) -> dict[str, int]:
+    blocks = {"BT": block_t, "BH": block_h, "BB": SEARCH, "num_warps": num_warps}
+    # more than any needs: without a limit, ptxas spills some for one more resident program
+    return {**blocks, "maxnreg": 128} if is_quantized else blocks
 
 
 def _check_rotation(operator: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -321,20 +301,25 @@ NORMED_SIZES = ((64, 64), (128, 128), (128, 64), (256, 256), (256, 64))
 _NORM = ("q_gamma", "k_gamma", "eps", "offset")
 
 
-def shipped(capability: int) -> Iterator[Shipped]:
-    """Every configuration that engines launch on a capability."""
+def shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
+    """Every configuration that engines launch on a capability.
+
+    Args:
+        is_quantized: those over quantized caches, with the matrix, too.
+    """
     rows = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "out", "q_gamma", "k_gamma")
     types: Types = {torch.int32: ("q_start", "slot", "block_table"), float: ("eps", "offset")}
-    for dtype in DTYPES:
+    for dtype, hadamard in itertools.product(DTYPES, (False, True)[: 1 + is_quantized]):
         for head_dim, size in _SHIPPED_SIZES:
-            name = f"rope_write-{TYPE_NAMES[dtype]}-d{head_dim}-r{size}"
+            name = f"rope_write-{TYPE_NAMES[dtype]}-d{head_dim}-r{size}{'-hadamard' * hadamard}"
             found: list[tuple[str, tuple[int, int, int], tuple[str, ...]]]
             found = [(f"{name}-tokens{c[0]}", c, _NORM) for c in (config(1), config(512))]
             if (head_dim, size) in NORMED_SIZES:
-                found.append((f"norm_{name}", normed_config(head_dim), ()))
+                found.append((f"norm_{name}", config(1), ()))
             for own_name, c, absent in found:
                 item = Shipped.of(
                     own_name, _rope_write_kernel, {dtype: rows}, types,
-                    **_sizes(head_dim, head_dim, size), **_blocks(*c), **dict.fromkeys(absent),
+                    **_sizes(head_dim, head_dim, size, hadamard), **_blocks(*c, is_quantized),
+                    **dict.fromkeys(absent),
                 )  # fmt: skip
                 yield from with_dependent(item, capability, dtype)

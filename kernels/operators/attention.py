@@ -168,6 +168,7 @@ HADAMARD = Operator(
     fake=lambda x: x.new_empty(x.shape),
     tokens=AlongLast(),
     cut=Cut({"x": "... *"}, "... *", "columns of a head are added up"),
+    cuda="hadamard:hadamard",
     cpu=True,
 )
 

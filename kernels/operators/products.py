@@ -66,7 +66,7 @@ ROPE_WRITE = Operator(
 NORM_ROPE_WRITE = Operator(
     "norm_rope_write(Tensor q, Tensor k, Tensor v, Tensor q_gamma, Tensor k_gamma, float eps,"
     " bool unit_offset, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
-    " Tensor q_start, Tensor slot, Tensor block_table) -> Tensor",
+    " Tensor q_start, Tensor slot, Tensor block_table, bool hadamard=False) -> Tensor",
     reference=fused.norm_rope_write_reference,
     fake=_rope_write_fake,
     tokens=OfHeads(("q", "k", "v"), ("cos", "sin"), parameters=("q_gamma", "k_gamma")),

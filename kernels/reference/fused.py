@@ -97,6 +97,7 @@ def norm_rope_write_reference(
     q_start: Tensor,
     slot: Tensor,
     block_table: Tensor,
+    hadamard: bool = False,
 ) -> Tensor:
     """`rms_norm` of each head of q and of k, rounded, then `rope_write`.
 
@@ -113,7 +114,8 @@ def norm_rope_write_reference(
     q, k = (
         rms_norm_reference(x, gamma, eps, unit_offset) for x, gamma in ((q, q_gamma), (k, k_gamma))
     )
-    return rope_write_reference(q, k, v, cos, sin, k_cache, v_cache, q_start, slot, block_table)
+    places = k_cache, v_cache, q_start, slot, block_table
+    return rope_write_reference(q, k, v, cos, sin, *places, hadamard)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -74,8 +74,9 @@ def _fuse(
     with graph.inserting_before(node):
         q, k = (side_by_side(moved(x, moves)) for x, moves in rows)
         gammas = (item["weight"] for item in given)
-        v, *rest = (bound[x.name] for x in ops.rope_write._schema.arguments[2:-1])
-        assert not bound["hadamard"], "no transform on this device"
+        v, *rest = (bound[x.name] for x in ops.rope_write._schema.arguments[2:])
+        if not bound["hadamard"]:
+            rest.pop()  # graphs without it are what they were
         fused = emit_call(graph, ops.norm_rope_write, q, k, v, *gammas, eps, offset, *rest)
     fused.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
     replace(node, fused)

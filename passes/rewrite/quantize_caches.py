@@ -21,13 +21,12 @@ class QuantizeCaches(Pass):
     what it is given as codes and reads it as codes, also the rows of its own pass, and rows move
     with their scales. A head's row has a scale of its own, so heads can be cut as before.
 
-    Where it `transforms`, queries and keys are multiplied by a Hadamard matrix, since columns of
-    keys that are far larger than the others would leave these few codes. Not of fp8, whose codes
-    suit any size, and not of latents, whose first columns are values.
+    For int8, queries and keys are multiplied by a Hadamard matrix, since columns of keys that are
+    far larger than the others would leave these few codes. Not for fp8, whose codes suit any size,
+    and not of latents, whose first columns are values.
 
     Args:
         kind: one of `specc.artifact.kv_rows.QUANTIZED_ROWS`.
-        transforms: the device has `specc.hadamard`.
     Raises:
         ConfigError: wider heads than the operators take.
     """
@@ -35,9 +34,8 @@ class QuantizeCaches(Pass):
     requires = (attention_is_a_tree,)
     ensures = (attention_is_a_tree, caches_are_quantized)
 
-    def __init__(self, kind: str, transforms: bool = False) -> None:
+    def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._transforms = transforms and kind == INT8
 
     def run(self, program: Program) -> PassResult:
         result = PassResult()
@@ -57,7 +55,7 @@ class QuantizeCaches(Pass):
             result.rewrites += 1
         # of `attend`, keys are those of the target's own program
         for node in program.calls(ops.tree_attention, ops.attend):
-            if self._transforms and not values_in_keys(node):
+            if self._kind == INT8 and not values_in_keys(node):
                 _transform(node, 2 if node.target is ops.tree_attention else 1)
         return result
 

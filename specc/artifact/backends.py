@@ -83,7 +83,6 @@ class BackendFacts:
         keeps_states: layers may keep states (convolutions and recurrences over tokens).
         drafts_keep_states: those of a draft model, too.
         expands_prompts: a pass with many tokens of a sequence may attend to what latents expand to.
-        transforms_keys: it has `specc.hadamard`, which lets keys lose less in int8.
     """
 
     name: str
@@ -118,7 +117,6 @@ class BackendFacts:
     decoded_bytes: int = 0
     most_latent: tuple[int, int] | None = None
     expands_prompts: bool = True
-    transforms_keys: bool = False
     keeps_states: bool = False
     drafts_keep_states: bool = False
 
@@ -203,7 +201,7 @@ register(
         "cpu", _TWO_DTYPES, "cpu", "flat", shares_pass=True, is_data=True,
         by_default=True, takes_views=True, fills_blocks=True,
         takes_ranks=True,
-        attention=NATIVE, kv_rows=(INT8,), transforms_keys=True,
+        attention=NATIVE, kv_rows=(INT8,),
         offloads_weights="segments", holds_weights=True,
         attention_extras=(*_EXTRAS, QUANTIZED_LATENT), quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
@@ -230,8 +228,7 @@ register(
     BackendFacts(
         "eager", _TWO_DTYPES, "cpu", "flat", shares_pass=True, is_data=True,
         by_default=True, takes_views=True, fills_blocks=True, runs_all=True, takes_ranks=True,
-        attention=SPLIT,
-        kv_rows=QUANTIZED_ROWS, transforms_keys=True, attention_extras=(*_EXTRAS, QUANTIZED_LATENT),
+        attention=SPLIT, kv_rows=QUANTIZED_ROWS, attention_extras=(*_EXTRAS, QUANTIZED_LATENT),
         quantized=(*_QUANTIZED, GGML),
         quantized_extras=_QUANTIZED_EXTRAS, quantizes_experts=True, looks_up_quantized=True,
         cuts_quantized=True, takes_activation_bits=True, options=_ON_CPU, keeps_states=True,

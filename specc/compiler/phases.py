@@ -244,8 +244,7 @@ def _taps(context: CompileContext) -> Phases:
 
 def _quantized_rows(context: CompileContext) -> Phases:
     kind = context.config.kv_cache_dtype
-    quantize = partial(QuantizeCaches, kind, context.facts.transforms_keys)
-    return () if kind == AS_MODEL else ((CACHE, (quantize,)),)
+    return () if kind == AS_MODEL else ((CACHE, (partial(QuantizeCaches, kind),)),)
 
 
 def _vocabulary(draft: ModelSource, num_ids: int) -> Phases:

@@ -49,13 +49,13 @@ SANITIZED = (
 NEW_KERNELS = (
     "attend", "attend_few", "attend_latent", "attend_latent_few", "attend_wide", "route",
     "experts", "experts_fragments", "linear_q", "linear_q_fragments", "add_norm_fragments",
-    "add_norm_rope_fragments", "write_kv", "rope_write_latent", "invariant_attend",
-    "invariant_linear",
+    "add_norm_rope_fragments", "write_kv", "hadamard", "rope_write", "rope_write_latent",
+    "invariant_attend", "invariant_linear",
 )  # fmt: skip
 NEW_SANITIZED = (
     "attend_few", "attend_latent", "attend_latent_few", "route", "experts", "experts_fragments",
     "linear_q", "linear_q_fragments", "add_norm_fragments", "add_norm_rope_fragments",
-    "invariant_attend", "invariant_linear",
+    "hadamard", "invariant_attend", "invariant_linear",
 )  # fmt: skip
 # steps of commands D and E
 DENSE = (

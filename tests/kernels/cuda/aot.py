@@ -32,7 +32,7 @@ from typing import Any
 # files of specc/kernels/cuda with a function `shipped`, the quick ones first
 MODULES = (
     "rows", "leave_step", "commit_kv", "write_kv", "slab_rows", "block_mass",
-    "tree_conv", "tree_recurrence", "act_and_mul", "rms_norm", "rope_write",
+    "tree_conv", "tree_recurrence", "act_and_mul", "rms_norm", "hadamard", "rope_write",
     "rope_write_latent",
     "accept_winners", "tree_expand", "merge", "trees", "lookup",
     "attend_few", "attend_wide", "attend", "attend_latent", "attend_latent_few",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.artifact.kv_rows import SCALE_BYTES
 from specc.kernels.cuda import (
     accept_winners,
     act_and_mul,
@@ -25,6 +26,7 @@ from specc.kernels.cuda import (
     commit_kv,
     dependent,
     few_rows,
+    hadamard,
     leave_step,
     lookup,
     merge,
@@ -224,18 +226,27 @@ def _slab_rows_calls() -> Iterator[Any]:
             yield slab_rows.take_rows(slab, slot.view(-1, 1), starts, table)
 
 
-def _rope_write_calls() -> Iterator[Any]:
+def rope_write_calls(stored: torch.dtype | None = None) -> Iterator[Any]:
     whole = ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256))
     for dtype in FLOATS:
         for size, rotated in (*whole, (64, 16), (80, 32), (128, 64), (256, 64)):
             for num_tokens in (1, 512):
                 k = heads(num_tokens, 8, size, dtype)
                 cos = meta(num_tokens, rotated, dtype=dtype)
-                cache = _cache_arguments(num_tokens, size, dtype)
-                yield rope_write.rope_write(k, k, k, cos, cos, *cache)
-                if (size, rotated) in rope_write.NORMED_SIZES:
-                    norm = (*[meta(size, dtype=dtype)] * 2, 1e-6, False)
-                    yield rope_write.norm_rope_write(k, k, k, *norm, cos, cos, *cache)
+                norm = (*[meta(size, dtype=dtype)] * 2, 1e-6, False)
+                extra = 0 if stored is None else SCALE_BYTES
+                cache = _cache_arguments(num_tokens, size + extra, stored or dtype)
+                places = cos, cos, *cache
+                for transforms in (False, True)[: 1 + (stored is not None)]:
+                    yield rope_write.rope_write(k, k, k, *places, transforms)
+                    if (size, rotated) in rope_write.NORMED_SIZES:
+                        yield rope_write.norm_rope_write(k, k, k, *norm, *places, transforms)
+
+
+def _hadamard_calls() -> Iterator[Any]:
+    for dtype in FLOATS:
+        for size in hadamard.SIZES:
+            yield hadamard.hadamard(heads(5, 8, size, dtype))
 
 
 def _act_and_mul_calls() -> Iterator[Any]:
@@ -310,11 +321,12 @@ CALLS: dict[str, Callable[[], Iterator[Any]]] = {
     "act_and_mul": _act_and_mul_calls,
     "block_mass": _block_mass_calls,
     "commit_kv": _commit_kv_calls,
+    "hadamard": _hadamard_calls,
     "leave_step": _leave_step_calls,
     "lookup": _lookup_calls,
     "merge": _merge_calls,
     "rms_norm": _rms_norm_calls,
-    "rope_write": _rope_write_calls,
+    "rope_write": rope_write_calls,
     "rows": _rows_calls,
     "slab_rows": _slab_rows_calls,
     "tree_expand": _tree_expand_calls,

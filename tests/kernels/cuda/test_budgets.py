@@ -139,7 +139,7 @@ def test_what_ships_is_what_is_launched(
     assert launched - set(items) == set()
 
 
-@pytest.mark.parametrize("name", ["attend", "attend_few"])
+@pytest.mark.parametrize("name", ["attend", "attend_few", "rope_write"])
 @pytest.mark.parametrize("stored", [torch.int8, torch.uint8])
 def test_quantized_caches_launch_what_is_looked_at(
     name: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +147,8 @@ def test_quantized_caches_launch_what_is_looked_at(
     """Tables have none of it: `aot.py --rows` compiles it."""
     module = importlib.import_module(f"specc.kernels.cuda.{name}")
     items = aot.items(name, 90, rows={torch.int8: "int8", torch.uint8: "fp8"}[stored])
-    calls = functools.partial(getattr(launches_attention, f"{name}_calls"), stored=stored)
+    owner = launches if name == "rope_write" else launches_attention
+    calls = functools.partial(getattr(owner, f"{name}_calls"), stored=stored)
     launched = {x.compiled for x in launches.record(module, 90, monkeypatch, calls)}
     assert launched == {launches.shipped_launch(item).compiled for item in items}
 

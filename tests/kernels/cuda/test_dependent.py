@@ -215,7 +215,7 @@ def test_what_ships(capability: int) -> None:
     has = {name for name, own in items.items() if any(item.is_dependent for item in own)}
     products = {name for name in aot.MODULES if "add_norm" in name or name.startswith("embed")}
     products |= {"skinny_linear", "linear_q_fragments", "experts", "experts_fragments", "route"}
-    products |= {"rms_norm", "rope_write", "rope_write_latent"}
+    products |= {"rms_norm", "hadamard", "rope_write", "rope_write_latent"}
     ends = {"accept_walk", "rows", "trees", "leave_step"}
     attends = {"attend", "attend_latent_few", *(["attend_few"] if capability == 90 else [])}
     assert has == (products | attends | ends if capability >= 90 else set())

@@ -47,12 +47,12 @@ def make_args(case: Case, device: torch.device) -> dict[str, Tensor]:
     return {"q": q.transpose(0, 1), "cos": cos, "sin": sin, **args}
 
 
-def check_rope_write(case: Case, device: torch.device) -> None:
+def check_rope_write(case: Case, device: torch.device, hadamard: bool) -> None:
     """Compare queries and all of the slabs with the oracle's; raises AssertionError."""
     args, slabs = split_slabs(make_args(case, device))
     expected, expected_slabs = split_slabs(make_args(case, device))
-    got = rope_write(**args)
-    want = rope_write_reference(**expected)
+    got = rope_write(**args, hadamard=hadamard)
+    want = rope_write_reference(**expected, hadamard=hadamard)
     tolerance = TOLERANCE[case.dtype]
     assert got.transpose(0, 1).is_contiguous()
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
@@ -61,30 +61,52 @@ def check_rope_write(case: Case, device: torch.device) -> None:
     # a wider cache holds what the activations' dtype can hold
     narrow = slabs[0].to(case.dtype).to(slabs[0].dtype)
     torch.testing.assert_close(slabs[0], narrow, rtol=0, atol=0)
-    # what is not rotated is copied
-    size = args["cos"].shape[1]
-    torch.testing.assert_close(got[..., size:], args["q"][..., size:], rtol=0, atol=0)
+    if not hadamard:
+        # what is not rotated is copied
+        size = args["cos"].shape[1]
+        torch.testing.assert_close(got[..., size:], args["q"][..., size:], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rope_write(name: str, device: torch.device) -> None:
-    check_rope_write(CASES[name], device)
+    for hadamard in (False, True):
+        check_rope_write(CASES[name], device, hadamard)
+
+
+@pytest.mark.parametrize("name", [*CASES, *CODED_CASES])
+def test_exact_products_make_the_bits_of_the_oracle(name: str, device: torch.device) -> None:
+    """Signs of zeros, too. Then nothing depends on what is fused.
+
+    All numbers are multiples of 1/4 up to 4.
+    """
+    case = {**CASES, **CODED_CASES}[name]
+    for hadamard in (False, True):
+        found: list[list[Tensor]] = []
+        for operator in (rope_write, rope_write_reference):
+            args, slabs = split_slabs(make_args(case, device))
+            for key in ("q", "k", "v", "cos", "sin"):
+                args[key].copy_(args[key].mul(4).round().div(4).clamp(-4, 4))
+            turned = operator(**args, hadamard=hadamard)
+            found.append([x.contiguous().view(torch.uint8) for x in (turned, *slabs)])
+        assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("name", CODED_CASES)
 def test_codes_are_those_of_rotated_rows(name: str, device: torch.device) -> None:
     """Byte for byte, of rows that the same kernel writes in the activations' type."""
     case = CODED_CASES[name]
-    args, slabs = split_slabs(make_args(case, device))
-    plain, plain_slabs = split_slabs(make_args(replace(case, rows="auto"), device))
-    for name, value in args.items():
-        if not name.endswith("_cache"):
-            plain[name] = value
-    assert torch.equal(rope_write(**args), rope_write(**plain))
-    for slab, values in zip(slabs, plain_slabs, strict=True):
-        is_written = (values != CANARY).all(-1)
-        assert torch.equal(slab[is_written], store_rows(values[is_written], slab.dtype))
-        assert (slab[~is_written] == CANARY_CODE).all()
+    for hadamard in (False, True):
+        args, slabs = split_slabs(make_args(case, device))
+        plain, plain_slabs = split_slabs(make_args(replace(case, rows="auto"), device))
+        for key, value in args.items():
+            if not key.endswith("_cache"):
+                plain[key] = value
+        got = rope_write(**args, hadamard=hadamard)
+        assert torch.equal(got, rope_write(**plain, hadamard=hadamard))
+        for slab, values in zip(slabs, plain_slabs, strict=True):
+            is_written = (values != CANARY).all(-1)
+            assert torch.equal(slab[is_written], store_rows(values[is_written], slab.dtype))
+            assert (slab[~is_written] == CANARY_CODE).all()
 
 
 def test_bad_data_writes_nothing(device: torch.device) -> None:
@@ -148,15 +170,20 @@ def normed_args(case: Case, device: torch.device) -> tuple[dict[str, Any], list[
 @pytest.mark.parametrize("unit_offset", [False, True], ids=["gamma", "offset"])
 @pytest.mark.parametrize("name", NORMED)
 def test_norm_rope_write(name: str, unit_offset: bool, device: torch.device) -> None:
-    case = CASES[name]
+    for hadamard in (False, True):
+        check_norm_rope_write(CASES[name], device, unit_offset=unit_offset, hadamard=hadamard)
+
+
+def check_norm_rope_write(case: Case, device: torch.device, **options: bool) -> None:
+    """Compare queries and all of the slabs with the oracle's; raises AssertionError."""
     args, slabs = normed_args(case, device)
     expected, expected_slabs = normed_args(case, device)
     # a row that is small beside eps, and one that is nothing at all
     for rows in (args, expected):
         rows["q"][:, -1] *= 0.01
         rows["k"][:, 0] = 0
-    got = norm_rope_write(**args, unit_offset=unit_offset)
-    want = norm_rope_write_reference(**expected, unit_offset=unit_offset)
+    got = norm_rope_write(**args, **options)
+    want = norm_rope_write_reference(**expected, **options)
     tolerance = 2 * TOLERANCE[case.dtype]
     assert got.transpose(0, 1).is_contiguous()
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
@@ -168,19 +195,19 @@ def test_norm_rope_write(name: str, unit_offset: bool, device: torch.device) -> 
 def test_a_norm_is_rounded_before_it_is_rotated(name: str, device: torch.device) -> None:
     """To the last bit what `rms_norm` and `rope_write` make one after the other, codes too."""
     case = {**CASES, **CODED_CASES}[name]
-    args, slabs = normed_args(case, device)
-    apart, apart_slabs = normed_args(case, device)
-    for rows in (args, apart):
-        # squares whose sum is the same in any order
+    for hadamard in (False, True):
+        args, slabs = normed_args(case, device)
+        apart, apart_slabs = normed_args(case, device)
+        for rows in (args, apart):
+            # squares whose sum is the same in any order
+            for key in "qk":
+                rows[key].copy_(rows[key].mul(4).round().div(4))
+        got = norm_rope_write(**args, unit_offset=False, hadamard=hadamard)
         for key in "qk":
-            rows[key].copy_(rows[key].mul(4).round().div(4))
-    got = norm_rope_write(**args, unit_offset=False)
-    for key in "qk":
-        apart[key] = rms_norm(apart[key], apart.pop(f"{key}_gamma"), EPS)
-    del apart["eps"]
-    assert torch.equal(got, rope_write(**apart))
-    for slab, other in zip(slabs, apart_slabs, strict=True):
-        assert torch.equal(slab, other)
+            apart[key] = rms_norm(apart[key], apart.pop(f"{key}_gamma"), EPS)
+        del apart["eps"]
+        assert torch.equal(got, rope_write(**apart, hadamard=hadamard))
+        assert all(map(torch.equal, slabs, apart_slabs))
 
 
 def test_a_row_without_numbers_stays_alone(device: torch.device) -> None:

@@ -19,7 +19,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
 def triton_kernels() -> Iterator[None]:
     """The kernels, interpreted, in place of the oracles."""
     from specc.kernels.cuda.register import register, unregister
+    from tests.kernels.cuda.interpreted_calls import patch_calls
 
+    patch_calls()
     register("CPU")
     yield
     unregister("CPU")

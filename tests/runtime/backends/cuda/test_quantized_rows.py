@@ -6,6 +6,7 @@ that differ are next to a tie, and none of these is.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,8 @@ def generate(engine: Engine | Path, plan: str, count: int, **loaded: Any) -> lis
 
 
 def plain(make: Any, family: str, kind: str, count: int) -> list[list[int]]:
-    """Of an engine for the CPU; of int8, whose keys that one transforms, of this graph there."""
-    path = make(family, "eager" if kind == FP8 else "cuda", kv_cache_dtype=kind)
-    return generate(path, "off", count, backend="eager")
+    """Of an engine for the CPU."""
+    return generate(make(family, "eager", kv_cache_dtype=kind), "off", count)
 
 
 def spoiled(path: Path) -> Engine:
@@ -101,8 +101,11 @@ def test_captured_steps_say_what_plain_decoding_does(
 
 
 @pytest.mark.slow  # kernels are interpreted, element by element
-@pytest.mark.parametrize("kind", QUANTIZED_ROWS)
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    # with norms of heads, and without rotation, for what is done to keys in int8
+    [*itertools.product(("llama", "gpt_oss"), QUANTIZED_ROWS), ("qwen3", INT8), ("gpt2", INT8)],
+)
 @pytest.mark.parametrize("number", range(3), ids=["off", "tree", "self"])
 def test_the_kernels_say_the_same(
     make: Any, device: SimulatedDevice, triton_kernels: None, family: str, kind: str, number: int
@@ -116,7 +119,10 @@ def test_the_kernels_say_the_same(
     with watched(plan) as launches:
         assert generate(spoiled(path), plan, 4) == wanted
     names = {launch.name for launch in launches}
-    assert {"attend_kernel", "_rope_write_kernel", "commit_kv_kernel"} <= names
+    writes = (
+        ("_hadamard_kernel", "_write_kv_kernel") if family == "gpt2" else ("_rope_write_kernel",)
+    )
+    assert {"attend_kernel", "commit_kv_kernel", *writes} <= names
     assert not {name for name in names if name.endswith("norm_rope_write_kernel")}
 
 
