@@ -165,7 +165,7 @@ def config(
     key = (size, padded, height)
     if is_quantized:
         return table[key]
-    return _EXCEPTIONS.get((_family(capability), *key), table[key])
+    return _EXCEPTIONS.get((family(capability), *key), table[key])
 
 
 def for_chunks(c: AttendConfig) -> AttendConfig:
@@ -177,7 +177,7 @@ def for_chunks(c: AttendConfig) -> AttendConfig:
     return replace(c, max_registers=MOST_REGISTERS)
 
 
-def _family(capability: int) -> int:
+def family(capability: int) -> int:
     """The capability that was looked at, of those that share its limits."""
     return 120 if capability in (86, 89) or capability >= 120 else capability // 10 * 10
 

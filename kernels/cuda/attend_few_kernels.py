@@ -248,7 +248,7 @@ def attend_few_kernel(
 
     i_rest = i_split
     if is_ahead:
-        rows = b_q, p_q, p_words, m_live, b_position
+        rows = (b_q,), p_q, p_words, m_live, b_position
         keys = (
             p_k, p_v, block_table, num_blocks, block_size,
             stride_kb, stride_ks, stride_vb, stride_vs,
@@ -256,8 +256,8 @@ def attend_few_kernel(
         count = (tl.maximum(full - i_split, 0) + splits - 1) // splits
         for i in range(0, count):
             i_key = (i_split + i * splits) * BN
-            b_acc, b_l, b_m = attend_block(
-                b_acc, b_l, b_m, rows, keys, (length, NEVER, 0, num_words), i_key, capacity,
+            (b_acc,), b_l, b_m = attend_block(
+                (b_acc,), b_l, b_m, rows, keys, (length, NEVER, 0, num_words), i_key, capacity,
                 qk_scale,
                 D, D, D, D, BN, D, PAGE, IS_TREE, False, softcap,
             )  # fmt: skip

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from specc.kernels.cuda.attend_call import (
-    NOTHING_BESIDE,
-    PLACES,
-    SHIPPED_PAGES,
     AttendCall,
     are_pages_whole,
     padded,
-    page_rows,
-    signature,
+    shipped_shapes,
+    types_of,
 )
 from specc.kernels.cuda.attend_config import MOST_REGISTERS, TritonOptions
 from specc.kernels.cuda.attend_latent_few_kernels import (
@@ -73,8 +69,8 @@ CONFIGS = (
 )
 
 
-def find(call: AttendCall) -> LatentFewConfig | None:
-    """Launch parameters for a call of `attend` over latents, if it is one that this is for."""
+def find(call: AttendCall, capability: int) -> LatentFewConfig | None:
+    """Launch parameters for a call over latents, if it is one that this is for, on any device."""
     suits = (
         0 < _tokens(call) <= TOKENS.value
         and call.window == 0
@@ -135,37 +131,20 @@ def _sizes(rank: int, shared: int, c: LatentFewConfig) -> dict[str, int]:
 
 # what engines are built with: latents of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash
 SHIPPED_SIZES = (512, 64)
-_POINTERS = ("q", "k_cache", "out", "partial", "lse", "arrived", *PLACES)
 # older than the keys that the kernel before writes: it finds its places by them; of the cache only
 # rows that it does not write
 _EARLY = ("q_start", "position", "slot", "cache_len", "block_table", "k_cache")
-_DIVISIBLE_STRIDES = ("stride_qh", "stride_qt", "stride_kb", "stride_ks")
-_INTEGERS = (
-    "num_tokens", "num_seqs", "num_heads", "num_words", "num_blocks", "num_pages", "block_size",
-    "tokens_each", "max_splits", *_DIVISIBLE_STRIDES, "stride_table", "stride_words",
-)  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
+    rank, shared = SHIPPED_SIZES
     for c in CONFIGS:
-        for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
-            for is_tree in (True, False):
-                yield from with_dependent(_shipped(c, page, is_tree), capability, DTYPE)
-
-
-def _shipped(c: LatentFewConfig, page: int, is_tree: bool) -> Shipped:
-    name, (rank, shared) = TYPE_NAMES[DTYPE], SHIPPED_SIZES
-    tile = f"values{c.num_values}-page{page}"
-    constexprs: dict[str, Any] = {**_sizes(rank, shared, c), "PAGE": page, "IS_TREE": is_tree}
-    return Shipped(
-        f"{name}-r{rank}-{tile}-{'tree' if is_tree else 'causal'}",
-        attend_latent_few_kernel,
-        {**signature(_POINTERS, _INTEGERS, DTYPE, is_tree=is_tree), "scale": "fp32"},
-        {**constexprs, **NOTHING_BESIDE},
-        c.num_warps,
-        c.num_stages,
-        (*_POINTERS, *_DIVISIBLE_STRIDES),
-        c.max_registers,
-        early=_EARLY,
-    )
+        for name, shape in shipped_shapes(c.block_n):
+            item = Shipped.of(
+                f"{TYPE_NAMES[DTYPE]}-r{rank}-values{c.num_values}-{name}",
+                attend_latent_few_kernel, {DTYPE: ("q", "k_cache", "out")},
+                types_of(shape["IS_TREE"]),
+                **_sizes(rank, shared, c), **shape, **c.options, early=_EARLY,
+            )  # fmt: skip
+            yield from with_dependent(item, capability, DTYPE)

@@ -15,9 +15,11 @@ import torch
 
 from specc.kernels import ops
 from specc.kernels.cuda import arrivals, attend_latent
+from specc.kernels.cuda import attend as module
+from specc.kernels.cuda.attend import attend
 from specc.kernels.cuda.launch import even_tokens
 from specc.kernels.cuda.shipped import CAPABILITIES
-from specc.kernels.cuda.tree_attention import attend, write_kv
+from specc.kernels.cuda.tree_attention import write_kv
 from specc.kernels.reference.core import write_kv_reference
 from tests.kernels.cuda.cases_attend import (
     BAD_CASE,
@@ -28,6 +30,7 @@ from tests.kernels.cuda.cases_attend import (
     check_bad_call,
     check_call,
     make_call,
+    run,
 )
 from tests.kernels.cuda.test_attend import programs_in
 
@@ -103,14 +106,6 @@ def make_latent_call(case: Case, device: torch.device) -> Call:
     )
 
 
-def run(call: Call, splits: int | None) -> torch.Tensor:
-    q, k_cache, values, *others = call.args
-    options = {name: x for name, x in call.options.items() if name != "values_in_keys"}
-    return attend_latent.attend_latent(
-        q, k_cache, values.shape[3], *others, **options, num_splits=splits
-    )
-
-
 def check_attend_latent(case: Case, device: torch.device) -> None:
     """Compare a case with the oracle; raises AssertionError."""
     check_call(case, make_latent_call(case, device), run)
@@ -142,7 +137,7 @@ def test_attend_latent(name: str, device: torch.device) -> None:
 
 
 def test_bad_data_stays_inside(device: torch.device) -> None:
-    """`attend_latent` over broken lengths and blocks."""
+    """`attend` over broken lengths and blocks of latents."""
     check_bad_call(make_latent_call(replace(BAD_CASE, sizes=(24, 16)), device), run)
 
 
@@ -209,14 +204,15 @@ def test_no_more_programs_than_may_have_work(
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             return lambda *args, **options: grids.append(grid)
 
-    monkeypatch.setattr(attend_latent.attend, "machine", lambda device: (90, 132))
-    monkeypatch.setattr(attend_latent, "attend_latent_kernel", Launcher())
+    monkeypatch.setattr(module, "machine", lambda device: (90, 132))
+    monkeypatch.setattr(module, "attend_kernel", Launcher())
     q = torch.zeros(16, 16, 24, dtype=BF16)
     k_cache = torch.zeros(1, rows, 1, 24, dtype=BF16)
     i32 = torch.arange(17, dtype=torch.int32)
     args = (i32, i32[:16].long(), i32[:16], i32[:16], None, torch.zeros(16, 1, dtype=torch.int32))
+    options = {"values_in_keys": True, "scale": 1.0, "num_splits": splits}
     with even_tokens() if is_equal else contextlib.nullcontext():
-        attend_latent.attend_latent(q, k_cache, 16, *args, scale=1.0, num_splits=splits)
+        attend(q, k_cache, k_cache[..., :16], *args, **options)
     assert grids == [(num_programs,)]
 
 
