@@ -23,8 +23,7 @@ from specc.kernels.cuda.attend_call import (
     SEARCH,
     AttendCall,
     padded,
-    shipped_shapes,
-    types_of,
+    shipped_pages,
 )
 from specc.kernels.cuda.attend_config import AttendConfig, config, for_chunks, machine
 from specc.kernels.cuda.attend_kernels import attend_kernel
@@ -116,13 +115,6 @@ def check_heads(call: AttendCall) -> None:
     """Refuse what kernels for heads of keys and values would misread."""
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     assert v_cache is not None, "no latents"
-    is_known = k_cache.dtype == q.dtype or holds_quantized(k_cache.dtype)
-    check(
-        is_known and k_cache.dtype == v_cache.dtype and q.dtype in DTYPES,
-        "attend",
-        f"q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}",
-        f"one dtype of {', '.join(map(str, DTYPES))}, or quantized rows in both caches",
-    )
     check(
         columns_of(k_cache) == call.head_dim and v_cache.shape[:3] == k_cache.shape[:3],
         "attend",
@@ -160,12 +152,11 @@ def shipped(capability: int, chunk: int = 0, is_quantized: bool = False) -> Iter
             configs = few | {config(dtype, head_dim, 4096, capability, is_quantized)}
             for c in sorted(configs, key=lambda c: c.block_m):
                 launched = for_chunks(c) if chunk else c
-                for name, shape in shipped_shapes(c.block_n):
-                    item = Shipped.of(
-                        f"attend-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}-{name}",
-                        attend_kernel, {dtype: (*ROWS, "out")}, types_of(shape["IS_TREE"]),
-                        **_sizes(dtype, head_dim, head_dim, c, is_quantized), **shape,
-                        CHUNK=chunk, **launched.options, early=_EARLY,
-                    )  # fmt: skip
-                    is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
+                is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
+                for item in shipped_pages(
+                    f"attend-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}",
+                    attend_kernel, dtype, c.block_n, (*ROWS, "out"),
+                    **_sizes(dtype, head_dim, head_dim, c, is_quantized),
+                    CHUNK=chunk, **launched.options, early=_EARLY,
+                ):  # fmt: skip
                     yield from with_dependent(item, capability, dtype, is_able)

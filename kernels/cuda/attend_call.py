@@ -11,10 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
+from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend_config import SHORT_ROWS, AttendConfig, Work, plan_work
 from specc.kernels.cuda.launch import is_even
-from specc.kernels.cuda.shipped import Types
+from specc.kernels.cuda.shipped import Shipped, Types
 from specc.kernels.cuda.strided_rows import check, check_dense, check_tensors
 from specc.kernels.reference.kv_rows import columns_of
 from specc.speculation.tree import WORD_BITS
@@ -227,6 +228,15 @@ class AttendCall:
         Raises:
             ValueError: naming what was found and what was needed.
         """
+        dtypes = [x.dtype for x in (self.q, self.k_cache, self.v_cache) if x is not None]
+        # no latents
+        is_quantized = self.v_cache is not None and holds_quantized(self.k_cache.dtype)
+        check(
+            dtypes[0] in DTYPES and len(set(dtypes[1:] if is_quantized else dtypes)) == 1,
+            "attend",
+            f"q and caches of {', '.join(map(str, dtypes))}",
+            f"one dtype of {', '.join(map(str, DTYPES))}, or quantized rows of keys and values",
+        )
         check(
             self.q_start.shape == (self.num_seqs + 1,) and self.cache_len.shape == (self.num_seqs,),
             "attend",
@@ -287,13 +297,24 @@ def are_pages_whole(num_pages: int, block_size: int, block_n: int) -> bool:
     return num_pages == 1 or block_size % block_n == 0 or block_size in (16, 32)
 
 
-def shipped_shapes(block_n: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and constexprs of the pages that engines have, with ancestors and without."""
+def shipped_pages(
+    name: str, kernel: Any, dtype: torch.dtype, block_n: int, rows: tuple[str, ...], **given: Any
+) -> Iterator[Shipped]:
+    """A kernel for the pages that engines have, with ancestors and without.
+
+    Args:
+        name: what all names begin with.
+        block_n: keys of a step.
+        rows: names of tensors in `dtype`.
+        given: as of `Shipped.of`.
+    """
     # where key blocks are no longer than pages, paged and dense caches are the same
     for page in sorted({page_rows(*sizes, block_n) for sizes in SHIPPED_PAGES}):
         for is_tree in (True, False):
-            name = f"page{page}-{'tree' if is_tree else 'causal'}"
-            yield name, {"PAGE": page, "IS_TREE": is_tree}
+            yield Shipped.of(
+                f"{name}-page{page}-{'tree' if is_tree else 'causal'}",
+                kernel, {dtype: rows}, types_of(is_tree), PAGE=page, IS_TREE=is_tree, **given,
+            )  # fmt: skip
 
 
 def types_of(is_tree: bool = True) -> Types:

@@ -14,8 +14,7 @@ from specc.kernels.cuda.attend_call import (
     ROWS,
     AttendCall,
     are_pages_whole,
-    shipped_shapes,
-    types_of,
+    shipped_pages,
 )
 from specc.kernels.cuda.attend_config import TritonOptions
 from specc.kernels.cuda.attend_few_kernels import attend_few_kernel
@@ -149,10 +148,9 @@ def shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
         for head_dim in HEAD_DIMS:
             for rows in (16, 32):
                 c = config(head_dim, rows, is_quantized)
-                for name, shape in shipped_shapes(c.block_n):
-                    item = Shipped.of(
-                        f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{rows}-{name}",
-                        attend_few_kernel, {dtype: (*ROWS, "out")}, types_of(shape["IS_TREE"]),
-                        **_sizes(head_dim, c), **shape, **c.options, early=_EARLY,
-                    )  # fmt: skip
+                for item in shipped_pages(
+                    f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{rows}",
+                    attend_few_kernel, dtype, c.block_n, (*ROWS, "out"),
+                    **_sizes(head_dim, c), **c.options, early=_EARLY,
+                ):  # fmt: skip
                     yield from with_dependent(item, capability, dtype)

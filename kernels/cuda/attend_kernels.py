@@ -13,11 +13,10 @@ import triton.language as tl
 from specc.kernels.cuda.attend_chunks import bits_from, bounds_in_chunks, first_nodes
 from specc.kernels.cuda.attend_latent_kernels import latent_products, load_queries
 from specc.kernels.cuda.attend_merge import merge_arrived, store_columns
-from specc.kernels.cuda.attend_rows import find_rows, find_tokens, load_keys, load_rows
+from specc.kernels.cuda.attend_rows import find_rows, find_tokens, load_rows, products
 from specc.kernels.cuda.attend_slopes import biases, distances
 from specc.kernels.cuda.attend_softmax import (
     LOG2E,
-    capped,
     end_softmax,
     log_sums,
     start_softmax,
@@ -27,38 +26,7 @@ from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits, see
 from specc.kernels.cuda.attend_visits import extend_share, find_bounds, find_end, share_blocks
 from specc.kernels.cuda.attend_work import find_work
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
-from specc.kernels.cuda.kv_quantized import in_words, load_scales, values_of, weigh
-
-
-@triton.jit
-def products(
-    b_q, p_q, m_row, p_k, o_k, m_key,
-    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
-    """Queries [BM, BD], which p_q [BM] points to, too, times keys: [BM, BN].
-
-    Keys are at p_k and offsets o_k [BN], or without these at p_k [BN].
-    """
-    if BC == BD:
-        b_k = load_keys(_in_rows(p_k, o_k), tl.arange(0, BD), m_key, D, BD, IS_MASKED)
-        b_k = values_of(b_k, b_q.dtype)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    else:
-        # without tensor cores a thread holds whole rows of its operands: a few columns at a time
-        b_s = tl.zeros([b_q.shape[0], m_key.shape[0]], tl.float32)
-        for i in tl.static_range(0, BD, BC):
-            o_c = i + tl.arange(0, BC)
-            m_q = m_row[:, None] & (o_c < D)[None, :]
-            b_part = tl.load(p_q[:, None] + o_c[None, :], mask=m_q, other=0.0)
-            b_k = load_keys(_in_rows(p_k, o_k), o_c, m_key, D, BD, IS_MASKED)
-            b_k = values_of(b_k, b_q.dtype)
-            b_s = tl.dot(b_part, tl.trans(b_k), b_s, input_precision="ieee")
-    return b_s
-
-
-@triton.jit
-def _in_rows(p_k, o_k):
-    return p_k[:, None] if o_k is None else p_k + o_k[:, None]
+from specc.kernels.cuda.kv_quantized import in_words, load_scales, weigh
 
 
 @triton.jit
@@ -154,24 +122,20 @@ def attend_block(
         b_s = products(queries[0], p_q, m_live, p_k, o_k, m_key, D, BD, BC, IS_MASKED)
     if b_k_scale is not None:
         b_s = b_s * b_k_scale[None, :]
-    own_scale = qk_scale
-    if softcap is not None:
-        b_s = capped(b_s, qk_scale, softcap)
-        own_scale = 1.0
+    b_bias = None
     if b_slope is not None:
         b_far = distances(
             p_words, m_live, b_position, o_key, o_n, b_low, b_high, i_key - length, length,
             num_words, IS_TREE and IS_MASKED,
         )  # fmt: skip
-        b_s = b_s * own_scale + biases(b_slope, b_far, b_position, qk_scale, ROUNDS)
-        own_scale = 1.0
+        b_bias = biases(b_slope, b_far, b_position, qk_scale, ROUNDS)
     m_s = m_key[None, :]
     if IS_MASKED:
         m_s = m_s & is_visible(
             o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
             b_high[:, None], window, sink, length, IS_TREE, CHUNK,
         )  # fmt: skip
-    b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, own_scale, IS_MASKED)
+    b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, qk_scale, softcap, IS_MASKED, b_bias)
     return weigh_values(acc, b_p, b_shrink, values, b_v_scale, queries[0].dtype), b_l, b_m
 
 

@@ -16,8 +16,7 @@ from specc.kernels.cuda.attend_call import (
     SEARCH,
     AttendCall,
     padded,
-    shipped_shapes,
-    types_of,
+    shipped_pages,
 )
 from specc.kernels.cuda.attend_config import AttendConfig, family
 from specc.kernels.cuda.attend_kernels import attend_kernel
@@ -74,12 +73,6 @@ def check_latents(call: AttendCall) -> None:
     assert not call.chunk, "no chunks over latents"
     q, k_cache, rank, shared = call.q, call.k_cache, call.value_dim, call.head_dim - call.value_dim
     check(
-        q.dtype == k_cache.dtype and q.dtype in DTYPES,
-        "attend",
-        f"q {q.dtype}, k_cache {k_cache.dtype}",
-        f"one dtype of {', '.join(map(str, DTYPES))}",
-    )
-    check(
         k_cache.shape[2:] == (1, call.head_dim),
         "attend",
         f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}",
@@ -99,10 +92,8 @@ def shipped(capability: int) -> Iterator[Shipped]:
     rank, shared = SHIPPED_SIZES
     for dtype in DTYPES:
         c = config(dtype, capability)
-        for name, shape in shipped_shapes(c.block_n):
-            yield Shipped.of(
-                f"latent-{TYPE_NAMES[dtype]}-r{rank}-rows{c.block_m}-{name}",
-                attend_kernel, {dtype: ("q", "k_cache", "out")}, types_of(shape["IS_TREE"]),
-                v_cache=None, IS_DEPENDENT=False,
-                **sizes(dtype, rank, shared, c), **shape, **c.options,
-            )  # fmt: skip
+        yield from shipped_pages(
+            f"latent-{TYPE_NAMES[dtype]}-r{rank}-rows{c.block_m}",
+            attend_kernel, dtype, c.block_n, ("q", "k_cache", "out"),
+            v_cache=None, IS_DEPENDENT=False, **sizes(dtype, rank, shared, c), **c.options,
+        )  # fmt: skip

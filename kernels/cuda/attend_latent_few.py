@@ -13,8 +13,7 @@ from specc.kernels.cuda.attend_call import (
     AttendCall,
     are_pages_whole,
     padded,
-    shipped_shapes,
-    types_of,
+    shipped_pages,
 )
 from specc.kernels.cuda.attend_config import MOST_REGISTERS, TritonOptions
 from specc.kernels.cuda.attend_latent_few_kernels import (
@@ -140,11 +139,9 @@ def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
     rank, shared = SHIPPED_SIZES
     for c in CONFIGS:
-        for name, shape in shipped_shapes(c.block_n):
-            item = Shipped.of(
-                f"{TYPE_NAMES[DTYPE]}-r{rank}-values{c.num_values}-{name}",
-                attend_latent_few_kernel, {DTYPE: ("q", "k_cache", "out")},
-                types_of(shape["IS_TREE"]),
-                **_sizes(rank, shared, c), **shape, **c.options, early=_EARLY,
-            )  # fmt: skip
+        for item in shipped_pages(
+            f"{TYPE_NAMES[DTYPE]}-r{rank}-values{c.num_values}",
+            attend_latent_few_kernel, DTYPE, c.block_n, ("q", "k_cache", "out"),
+            **_sizes(rank, shared, c), **c.options, early=_EARLY,
+        ):  # fmt: skip
             yield from with_dependent(item, capability, DTYPE)

@@ -14,12 +14,12 @@ from specc.kernels.cuda.attend_call import (
     ROWS,
     AttendCall,
     are_pages_whole,
-    shipped_shapes,
+    shipped_pages,
     types_of,
 )
 from specc.kernels.cuda.attend_config import SHORT_ROWS
+from specc.kernels.cuda.attend_merge import merge_wide_kernel
 from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel
-from specc.kernels.cuda.attend_wide_merge import merge_wide_kernel
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # rows of a tile: of one group of warps that multiplies, or of two
@@ -192,12 +192,10 @@ def shipped(capability: int) -> Iterator[Shipped]:
         for head_dim in HEAD_DIMS:
             for c in _TABLE.values():
                 own = f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}"
-                for name, shape in shipped_shapes(c.block_n):
-                    yield Shipped.of(
-                        f"{own}-{name}",
-                        attend_wide_kernel, {dtype: ROWS}, types_of(shape["IS_TREE"]),
-                        **_sizes(head_dim, c), **shape, maxnreg=c.max_registers,
-                    )  # fmt: skip
+                yield from shipped_pages(
+                    own, attend_wide_kernel, dtype, c.block_n, ROWS,
+                    **_sizes(head_dim, c), maxnreg=c.max_registers,
+                )  # fmt: skip
                 yield Shipped.of(
                     f"merge-{own}", merge_wide_kernel, {dtype: ("out",)}, types_of(),
                     **_merge_sizes(head_dim, c),
