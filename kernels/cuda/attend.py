@@ -1,10 +1,9 @@
 """`specc::attend`: flash decoding over a paged cache, for trees, plain decoding and prefill chunks.
 
 One program takes a tile of packed rows of one sequence and KV head (its tokens × the query heads
-that share the KV head, which of latents are all) and one split of the keys; the last program of a
-tile to be done merges its splits. The host knows shapes only: which sequence a tile belongs to, how
-long it is and how many splits it is worth are found on the device, and programs without work
-return.
+that share the KV head; of latents all) and one split of the keys; the last program of a tile to be
+done merges its splits. The host knows shapes only: which sequence a tile belongs to, how long it is
+and how many splits it is worth are found on the device, and programs without work return.
 """
 
 from __future__ import annotations

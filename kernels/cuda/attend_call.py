@@ -188,6 +188,10 @@ class AttendCall:
         """Rows of a page for steps of so many keys: see `page_rows`."""
         return page_rows(self.num_pages, self.block_size, block_n)
 
+    def has_whole_pages(self, block_n: int) -> bool:
+        """Whether every block of so many keys has whole pages, or lies in one."""
+        return self.page(block_n) in (0, 16, 32)
+
     def plan(self, c: AttendConfig, num_sms: int, *, is_prompt: bool) -> Work:
         """How keys are handed out to programs of such tiles."""
         num_tiles = self.num_seqs * triton.cdiv(self.mean_rows, c.block_m)
@@ -290,11 +294,6 @@ def padded(size: int) -> int:
 def page_rows(num_pages: int, block_size: int, block_n: int) -> int:
     """Rows of a page; 0 if none ends in a key block: whole key blocks, or a page that holds all."""
     return 0 if num_pages == 1 or block_size % block_n == 0 else block_size
-
-
-def are_pages_whole(num_pages: int, block_size: int, block_n: int) -> bool:
-    """Whether every key block has whole pages, or lies in one."""
-    return num_pages == 1 or block_size % block_n == 0 or block_size in (16, 32)
 
 
 def shipped_pages(

@@ -245,13 +245,10 @@ def attend_few_kernel(
     p_words = ancestors + o_t * stride_words
     o_n = tl.arange(0, BN)
 
+    keys = p_k, p_v, block_table, num_blocks, block_size, stride_kb, stride_ks, stride_vb, stride_vs
     i_rest = i_split
     if is_ahead:
         rows = (b_q,), p_q, p_words, m_live, b_position
-        keys = (
-            p_k, p_v, block_table, num_blocks, block_size,
-            stride_kb, stride_ks, stride_vb, stride_vs,
-        )  # fmt: skip
         count = (tl.maximum(full - i_split, 0) + splits - 1) // splits
         for i in range(0, count):
             i_key = (i_split + i * splits) * BN

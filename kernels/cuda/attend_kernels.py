@@ -141,12 +141,9 @@ def attend_block(
 
 @triton.jit
 def weigh_values(acc, b_p, b_shrink, values, b_scale, dtype: tl.constexpr):
-    """Accumulators [BM, …] of before, which b_shrink [BM] scales, and a key block's of values.
+    """Accumulators [BM, …], scaled by b_shrink [BM], and values [BN, …] by weights b_p [BM, BN].
 
-    Args:
-        b_p: [BM, BN] weights of the keys; scales [BN] of quantized rows are `b_scale`.
-        values: [BN, …] for each accumulator.
-        dtype: of products.
+    Scales [BN] of quantized rows are `b_scale`.
     """
     new = ()
     for j in tl.static_range(len(acc)):
@@ -259,7 +256,7 @@ def attend_kernel(
     p_q = q + o_t.to(tl.int64) * stride_qt + o_h.to(tl.int64) * stride_qh  # [BM]
     # queries of dead tokens may be NaN, and stay in their rows
     if IS_LATENT:
-        queries = load_queries(p_q, m_row, DV, D - DV, BDV, BD, BC)
+        queries = load_queries(p_q, m_row, DV, D - DV, BDV, BD)
     else:
         o_d = tl.arange(0, BD)
         m_q = m_row[:, None] & (o_d < D)[None, :]

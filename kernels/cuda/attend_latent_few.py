@@ -9,13 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from specc.kernels.cuda.attend_call import (
-    AttendCall,
-    are_pages_whole,
-    padded,
-    shipped_pages,
-)
-from specc.kernels.cuda.attend_config import MOST_REGISTERS, TritonOptions
+from specc.kernels.cuda.attend_call import AttendCall, padded, shipped_pages
+from specc.kernels.cuda.attend_config import MOST_REGISTERS
+from specc.kernels.cuda.attend_few import FewConfig
 from specc.kernels.cuda.attend_latent_few_kernels import (
     QUARTERS,
     TOKENS,
@@ -30,41 +26,23 @@ DTYPE = torch.bfloat16
 RANKS = (64, 128, 256, 512)
 
 
-# rows of a tile, which is what tensor cores take at least
-_ROWS = 16
-
-
 @dataclass(frozen=True)
-class LatentFewConfig(TritonOptions):
-    """Launch parameters.
+class LatentFewConfig(FewConfig):
+    """Launch parameters: rows of a tile, 16 as tensor cores take at least, are merged at a time.
 
     Args:
         num_values: quarters of a latent that a program has as values.
         most_tiles: of all sequences. Of a few, programs read keys again for each quarter.
-        block_n: keys of a step; at most 64, the bits that a step takes from ancestor words.
-        num_stages: key blocks in flight where a program has many.
-        max_splits: splits of a tile's keys.
-        min_blocks: key blocks of a split, at least, where there are several.
-        merged: parts of a tile that are loaded at a time.
-        num_warps: warps of a program.
-        max_registers: registers that a thread may have.
     """
 
-    num_values: int
-    most_tiles: int
-    block_n: int
-    num_stages: int
-    max_splits: int
-    min_blocks: int
-    merged: int
-    num_warps: int = 8
-    max_registers: int | None = MOST_REGISTERS
+    num_values: int = 1
+    most_tiles: int = 1
 
 
 # the first that takes as many tiles as there are; with all values, steps of 64 keys spill
 CONFIGS = (
-    LatentFewConfig(1, 2, 64, 3, 32, 1, 8),
-    LatentFewConfig(QUARTERS.value, 32, 32, 3, 16, 4, 8),
+    LatentFewConfig(16, 64, 8, 3, 1, MOST_REGISTERS, 32, 16, 8, 1, 1, 2),
+    LatentFewConfig(16, 32, 8, 3, 1, MOST_REGISTERS, 16, 16, 8, 4, QUARTERS.value, 32),
 )
 
 
@@ -78,11 +56,8 @@ def find(call: AttendCall, capability: int) -> LatentFewConfig | None:
     )
     if not suits:
         return None
-    num_tiles = call.num_seqs * _tiles(call)
-    c = next((c for c in CONFIGS if num_tiles <= c.most_tiles), None)
-    if c is None or not are_pages_whole(call.num_pages, call.block_size, c.block_n):
-        return None
-    return c
+    c = next((c for c in CONFIGS if call.num_seqs * _tiles(call, c) <= c.most_tiles), None)
+    return c if c is not None and call.has_whole_pages(c.block_n) else None
 
 
 def _tokens(call: AttendCall) -> int:
@@ -90,23 +65,20 @@ def _tokens(call: AttendCall) -> int:
     return call.num_tokens if call.num_seqs == 1 else call.tokens_each
 
 
-def _tiles(call: AttendCall) -> int:
-    return triton.cdiv(_tokens(call) * call.num_heads, _ROWS)
+def _tiles(call: AttendCall, c: LatentFewConfig) -> int:
+    return triton.cdiv(_tokens(call) * call.num_heads, c.block_m)
 
 
 def launch(c: LatentFewConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
     """Launch the kernel with what `find` has found; `out` [Nt, H, R] is written."""
-    num_tiles = _tiles(call)
+    num_tiles = _tiles(call, c)
     shares = QUARTERS.value // c.num_values
     num_counters = call.num_seqs * num_tiles * shares
-    # one for each program that runs at a time, and none without a key block
-    most = min(num_sms // num_counters, c.max_splits)
-    most = most if call.num_splits is None else call.num_splits
-    max_splits = max(1, min(most, triton.cdiv(call.capacity, c.block_n)))
+    max_splits = c.splits_of(call, num_counters, num_sms)
     num_parts = call.num_seqs * num_tiles * QUARTERS.value * max_splits if max_splits > 1 else 0
     columns = call.value_dim // QUARTERS.value
     attend_latent_few_kernel[(num_tiles * shares, max_splits, call.num_seqs)](
-        call.q, call.k_cache, out, *call.parts(num_parts, _ROWS, num_counters, columns),
+        call.q, call.k_cache, out, *call.parts(num_parts, c.block_m, num_counters, columns),
         *call.places,
         call.num_tokens, call.num_seqs, call.num_heads, *call.sizes, max_splits,
         *call.q.stride()[:2], *call.k_cache.stride()[:2], call.block_table.stride(0),
@@ -123,8 +95,8 @@ def launch(c: LatentFewConfig, call: AttendCall, out: Tensor, num_sms: int) -> N
 def _sizes(rank: int, shared: int, c: LatentFewConfig) -> dict[str, int]:
     return {
         "R": rank, "S": shared, "BC": rank // QUARTERS.value, "BS": padded(shared),
-        "NV": c.num_values, "BM": _ROWS, "BN": c.block_n,
-        "MERGED": c.merged, "MIN_BLOCKS": c.min_blocks,
+        "NV": c.num_values, "BM": c.block_m, "BN": c.block_n,
+        "MERGED": c.merge_parts, "MIN_BLOCKS": c.least_blocks,
     }  # fmt: skip
 
 

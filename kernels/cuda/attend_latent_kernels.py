@@ -17,16 +17,11 @@ from specc.kernels.cuda.attend_rows import load_keys, products
 
 
 @triton.jit
-def load_queries(
-    p_q, m_row, R: tl.constexpr, S: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
-    BC: tl.constexpr,
-):  # fmt: skip
-    """Queries at p_q [BM]: what heads share [BM, BS], and halves [BM, BR] if products take them."""
+def load_queries(p_q, m_row, R: tl.constexpr, S: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr):
+    """Queries at p_q [BM]: what heads share [BM, BS], and halves [BM, BR] of latents."""
     queries = (load_keys(p_q[:, None], tl.arange(0, BS), m_row, S, BS, True, R),)
     for i in tl.static_range(0, R, BR):
-        b_half = queries[0]
-        if BC >= BR:
-            b_half = load_keys(p_q[:, None], tl.arange(0, BR), m_row, R - i, BR, True, i)
+        b_half = load_keys(p_q[:, None], tl.arange(0, BR), m_row, R - i, BR, True, i)
         queries += (b_half,)  # type: ignore[assignment]
     return queries
 

@@ -10,13 +10,7 @@ import triton
 from torch import Tensor
 
 from specc.kernels.cuda import attend_few, dependent
-from specc.kernels.cuda.attend_call import (
-    ROWS,
-    AttendCall,
-    are_pages_whole,
-    shipped_pages,
-    types_of,
-)
+from specc.kernels.cuda.attend_call import ROWS, AttendCall, shipped_pages, types_of
 from specc.kernels.cuda.attend_config import SHORT_ROWS
 from specc.kernels.cuda.attend_merge import merge_wide_kernel
 from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel
@@ -102,7 +96,7 @@ def find(call: AttendCall, capability: int) -> WideConfig | None:
     c = _TABLE[next(height for height in TILE_ROWS if height >= call.mean_rows)]
     if call.num_seqs * call.num_kv_heads * c.block_m > MOST_PART_ROWS:
         return None
-    return c if are_pages_whole(call.num_pages, call.block_size, c.block_n) else None
+    return c if call.has_whole_pages(c.block_n) else None
 
 
 def splits_of(num_tiles: int, num_seqs: int, num_sms: int, capacity: int) -> int:
