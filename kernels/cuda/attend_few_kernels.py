@@ -82,13 +82,15 @@ def _find_pages(
 
 
 @triton.jit
-def _load_pages(pages, m_key, IS_MASKED: tl.constexpr, CACHE: tl.constexpr = ""):
+def _load_pages(pages, m_key, IS_MASKED: tl.constexpr, IS_EARLY: tl.constexpr = False):
     """Rows [BN / PAGE, PAGE, D] of keys or values, and of quantized ones their scales [.., .., 1].
 
     Args:
         pages: as of `_find_pages`.
         m_key: [BN / PAGE, PAGE] keys that are there; not read unless masked.
+        IS_EARLY: past the first-level cache.
     """
+    CACHE: tl.constexpr = ".cg" if IS_EARLY else ""
     if IS_MASKED:
         rows = (tl.load(pages[0], mask=m_key[:, :, None], other=0.0),)
     else:
@@ -226,12 +228,10 @@ def attend_few_kernel(
         first_keys += (tl.zeros([BN // ROWS, ROWS, 1], tl.float32),)  # type: ignore[assignment]
     first_values = first_keys
     if (i_split < num_old) & (is_ahead == 0):
-        # of a dependent launch, past the first-level cache
-        CACHE: tl.constexpr = ".cg" if IS_DEPENDENT else ""
         pages = _find_pages(of_keys, b_row, i_split, block_size, num_blocks, D, BN, PAGE)
-        first_keys = _load_pages(pages, 0, False, CACHE)
+        first_keys = _load_pages(pages, 0, False, IS_DEPENDENT)
         pages = _find_pages(of_values, b_row, i_split, block_size, num_blocks, D, BN, PAGE)
-        first_values = _load_pages(pages, 0, False, CACHE)
+        first_values = _load_pages(pages, 0, False, IS_DEPENDENT)
     wait_alone(IS_DEPENDENT)
     p_q = q + o_t * stride_qt + o_h * stride_qh  # [BM]
     # queries of dead tokens may be NaN, and stay in their rows

@@ -68,11 +68,11 @@ def _load_all(
     """
     p, o_c, o_s = p_row[:, None], tl.arange(0, BC), tl.arange(0, BS)
     return (
-        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 0, BC), ".cg"),
-        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 1, BC), ".cg"),
-        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 2, BC), ".cg"),
-        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 3, BC), ".cg"),
-        load_keys(p, o_s, m_row, S, BS, IS_MASKED, R, ".cg"),
+        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 0, BC), True),
+        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 1, BC), True),
+        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 2, BC), True),
+        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 3, BC), True),
+        load_keys(p, o_s, m_row, S, BS, IS_MASKED, R, True),
     )
 
 

@@ -22,8 +22,9 @@ def find_tokens(q_start, i_b, num_tokens, num_seqs, tokens_each):
 
 
 @triton.jit
-def load_rows(p, o_d, D: tl.constexpr, BD: tl.constexpr, CACHE: tl.constexpr = ""):
+def load_rows(p, o_d, D: tl.constexpr, BD: tl.constexpr, IS_EARLY: tl.constexpr = False):
     """What pointers [rows, BD] point to; columns from D on are zeros."""
+    CACHE: tl.constexpr = ".cg" if IS_EARLY else ""
     # a mask is spared where heads fill their tile
     if D >= BD:
         return tl.load(p, cache_modifier=CACHE)
@@ -34,18 +35,19 @@ def load_rows(p, o_d, D: tl.constexpr, BD: tl.constexpr, CACHE: tl.constexpr = "
 @triton.jit
 def load_keys(
     p, o_d, m_key, D: tl.constexpr, BD: tl.constexpr, IS_MASKED: tl.constexpr, first=0,
-    CACHE: tl.constexpr = "",
+    IS_EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Columns of rows [rows, BD] at pointers [rows, 1]: D of them, from `first` on.
 
-    Where masked, zeros of keys that are not there.
+    Where masked, zeros of keys that are not there; early ones are read past the first-level cache.
     """
     if IS_MASKED:
+        CACHE: tl.constexpr = ".cg" if IS_EARLY else ""
         m_in = m_key[:, None] & (o_d < D)[None, :]
         p += (first + o_d)[None, :]
         return tl.load(p, mask=m_in, other=0.0, cache_modifier=CACHE)
     else:
-        return load_rows(p + (first + o_d)[None, :], o_d, D, BD, CACHE)
+        return load_rows(p + (first + o_d)[None, :], o_d, D, BD, IS_EARLY)
 
 
 @triton.jit
