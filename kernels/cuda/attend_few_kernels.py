@@ -252,11 +252,12 @@ def attend_few_kernel(
         count = (tl.maximum(full - i_split, 0) + splits - 1) // splits
         for i in range(0, count):
             i_key = (i_split + i * splits) * BN
-            (b_acc,), b_l, b_m = attend_block(
+            acc, b_l, b_m = attend_block(
                 (b_acc,), b_l, b_m, rows, keys, (length, NEVER, 0, num_words), i_key, capacity,
                 qk_scale,
                 D, D, D, D, BN, D, PAGE, IS_TREE, False, softcap,
             )  # fmt: skip
+            b_acc = acc[0]
         i_rest += count * splits
         b_row = _table_rows(block_table, i_rest, num_pages, block_size, BN, PAGE)
     elif i_split < tl.minimum(full, num_old):
