@@ -92,7 +92,7 @@ def find(call: AttendCall, capability: int) -> FewConfig | None:
     )
     if not suits:
         return None
-    c = config(call.head_dim, rows, holds_quantized(call.v_cache.dtype))
+    c = config(call.head_dim, rows, holds_quantized(call.k_cache.dtype))
     return c if call.has_whole_pages(c.block_n) else None
 
 

@@ -333,7 +333,7 @@ def attend_kernel(
     p_out = out + o_out[:, None] * DV + o_dv[None, :]
     m_out = m_row[:, None] & (o_dv < DV)[None, :]
     if splits == 1:
-        tl.store(p_out, parts[0].to(out.dtype.element_ty), mask=m_out)
+        tl.store(p_out, parts[0].to(out.dtype.element_ty), mask=m_out)  # type: ignore[misc]
         for j in tl.static_range(1, len(parts)):
             store_columns(out, o_out, parts[j], m_row, j * BDV, DV)
         return

@@ -84,7 +84,7 @@ def find(call: AttendCall, capability: int) -> WideConfig | None:
         and LEAST_ROWS <= call.mean_rows <= TILE_ROWS[-1]
         and call.window == 0
         # keys go from memory to the products as they are
-        and call.q.dtype == call.v_cache.dtype
+        and call.q.dtype == call.k_cache.dtype
         and call.q.dtype in DTYPES
         and call.head_dim == call.value_dim
         and call.head_dim in HEAD_DIMS
