@@ -1,9 +1,9 @@
 """`specc::attend`: flash decoding over a paged cache, for trees, plain decoding and prefill chunks.
 
 One program takes a tile of packed rows of one sequence and KV head (its tokens × the query heads
-that share the KV head) and one split of the keys; the last program of a tile to be done merges its
-splits. The host knows shapes only: which sequence a tile belongs to, how long it is and how many
-splits it is worth are found on the device, and programs without work return.
+that share the KV head; of latents all) and one split of the keys; the last program of a tile to be
+done merges its splits. The host knows shapes only: which sequence a tile belongs to, how long it is
+and how many splits it is worth are found on the device, and programs without work return.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from specc.artifact.kv_rows import holds_quantized
-from specc.kernels.cuda import attend_few, attend_wide
+from specc.kernels.cuda import attend_few, attend_latent, attend_latent_few, attend_wide
 from specc.kernels.cuda.attend_call import (
     DTYPES,
     ROWS,
     SEARCH,
     AttendCall,
     padded,
-    shipped_shapes,
-    types_of,
+    shipped_pages,
 )
 from specc.kernels.cuda.attend_config import AttendConfig, config, for_chunks, machine
 from specc.kernels.cuda.attend_kernels import attend_kernel
@@ -45,18 +44,18 @@ _DEPENDENT_HEAD_DIMS = (64, 128)
 def attend(*tensors: Tensor | None, **options: Any) -> Tensor:
     """Attend to prefix and tree ancestors in the cache; see `attend_reference` and `AttendCall`."""
     call = AttendCall.of(*tensors, **options)
-    check_heads(call)
+    is_latent = call.v_cache is None
+    (attend_latent.check_latents if is_latent else check_heads)(call)
     out = call.q.new_empty(call.num_tokens, call.num_heads, call.value_dim)
     if call.num_tokens == 0 or call.num_seqs == 0:
         return out.zero_().transpose(0, 1)
 
     capability, num_sms = machine(call.q.device)
-    if call.slopes is not None or call.chunk:
-        _launch(call, out, capability, num_sms)
-    elif (wide := attend_wide.find(call, capability)) is not None:
-        attend_wide.launch(wide, call, out, num_sms)
-    elif (few := attend_few.find(call, capability)) is not None:
-        attend_few.launch(few, call, out, num_sms)
+    others: tuple[Any, ...] = (attend_latent_few,) if is_latent else (attend_wide, attend_few)
+    for other in () if call.slopes is not None or call.chunk else others:
+        if (found := other.find(call, capability)) is not None:
+            other.launch(found, call, out, num_sms)
+            break
     else:
         _launch(call, out, capability, num_sms)
     return out.transpose(0, 1)
@@ -65,10 +64,17 @@ def attend(*tensors: Tensor | None, **options: Any) -> Tensor:
 def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> None:
     """Launch the kernel for all batches; `out` [Nt, H, DV] is written."""
     rows, dtype = call.mean_rows, call.q.dtype
-    is_quantized = holds_quantized(call.k_cache.dtype)
-    c = config(dtype, max(call.head_dim, call.value_dim), rows, capability, is_quantized)
-    c = for_chunks(c) if call.chunk else c
-    work = call.plan(c, num_sms, is_prompt=rows > LARGEST_DECODE)
+    if call.v_cache is None:
+        c = attend_latent.config(dtype, capability)
+        sizes = attend_latent.sizes(dtype, call.value_dim, call.head_dim - call.value_dim, c)
+        is_prompt = rows > attend_latent.LARGEST_TREE * call.num_heads
+    else:
+        is_quantized = holds_quantized(call.k_cache.dtype)
+        c = config(dtype, max(call.head_dim, call.value_dim), rows, capability, is_quantized)
+        c = for_chunks(c) if call.chunk else c
+        sizes = _sizes(dtype, call.head_dim, call.value_dim, c, is_quantized)
+        is_prompt = rows > LARGEST_DECODE
+    work = call.plan(c, num_sms, is_prompt=is_prompt)
     num_parts = call.num_kv_heads * work.num_parts
     can_start_early = rows <= LARGEST_DEPENDENT and call.head_dim in _DEPENDENT_HEAD_DIMS
     can_start_early &= call.head_dim == call.value_dim
@@ -78,7 +84,7 @@ def _launch(call: AttendCall, out: Tensor, capability: int, num_sms: int) -> Non
         call.num_tokens, call.num_seqs, call.num_heads, call.group, *call.sizes,
         work.num_splits, work.slots, work.waves, work.num_parts,
         *call.strides, call.block_table.stride(0), call.stride_words,
-        **_sizes(dtype, call.head_dim, call.value_dim, c, is_quantized),
+        **sizes,
         PAGE=call.page(c.block_n),
         IS_TREE=call.ancestors is not None,
         **launch_options(dtype, can_start_early),
@@ -107,13 +113,7 @@ def _columns(dtype: torch.dtype, head_dim: int, is_quantized: bool) -> int:
 def check_heads(call: AttendCall) -> None:
     """Refuse what kernels for heads of keys and values would misread."""
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
-    is_known = k_cache.dtype == q.dtype or holds_quantized(k_cache.dtype)
-    check(
-        is_known and k_cache.dtype == v_cache.dtype and q.dtype in DTYPES,
-        "attend",
-        f"q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}",
-        f"one dtype of {', '.join(map(str, DTYPES))}, or quantized rows in both caches",
-    )
+    assert v_cache is not None, "no latents"
     check(
         columns_of(k_cache) == call.head_dim and v_cache.shape[:3] == k_cache.shape[:3],
         "attend",
@@ -151,12 +151,11 @@ def shipped(capability: int, chunk: int = 0, is_quantized: bool = False) -> Iter
             configs = few | {config(dtype, head_dim, 4096, capability, is_quantized)}
             for c in sorted(configs, key=lambda c: c.block_m):
                 launched = for_chunks(c) if chunk else c
-                for name, shape in shipped_shapes(c.block_n):
-                    item = Shipped.of(
-                        f"attend-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}-{name}",
-                        attend_kernel, {dtype: (*ROWS, "out")}, types_of(shape["IS_TREE"]),
-                        **_sizes(dtype, head_dim, head_dim, c, is_quantized), **shape,
-                        CHUNK=chunk, **launched.options, early=_EARLY,
-                    )  # fmt: skip
-                    is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
+                is_able = c in few and head_dim in _DEPENDENT_HEAD_DIMS
+                for item in shipped_pages(
+                    f"attend-{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}",
+                    attend_kernel, dtype, c.block_n, (*ROWS, "out"),
+                    **_sizes(dtype, head_dim, head_dim, c, is_quantized),
+                    CHUNK=chunk, **launched.options, early=_EARLY,
+                ):  # fmt: skip
                     yield from with_dependent(item, capability, dtype, is_able)

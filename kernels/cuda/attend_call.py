@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
+from specc.artifact.kv_rows import holds_quantized
 from specc.kernels.cuda.arrivals import counters
 from specc.kernels.cuda.attend_config import SHORT_ROWS, AttendConfig, Work, plan_work
 from specc.kernels.cuda.launch import is_even
-from specc.kernels.cuda.shipped import TYPE_NAMES, Types
+from specc.kernels.cuda.shipped import Shipped, Types
 from specc.kernels.cuda.strided_rows import check, check_dense, check_tensors
 from specc.kernels.reference.kv_rows import columns_of
 from specc.speculation.tree import WORD_BITS
@@ -28,13 +29,6 @@ SHIPPED_PAGES = ((1, 4096), (256, 16))
 PLACES = ("q_start", "position", "slot", "cache_len", "ancestors", "block_table")
 # tensors in the dtype of queries
 ROWS = ("q", "k_cache", "v_cache")
-# strides of queries and of caches of keys and values
-STRIDES = (
-    "stride_qh", "stride_qt", "stride_kb", "stride_ks", "stride_kh",
-    "stride_vb", "stride_vs", "stride_vh",
-)  # fmt: skip
-# what every kernel takes beside what every call has, of calls that have none of it
-NOTHING_BESIDE: Mapping[str, None] = {"sinks": None, "softcap": None}
 _TENSORS = (*ROWS, *PLACES, "sink_logits", "slopes")
 
 
@@ -45,8 +39,8 @@ class AttendCall:
     Args:
         q: [H, Nt, D].
         k_cache: [blocks, block_size, HK, D].
-        v_cache: [blocks, block_size, HK, DV]; of latents `k_cache`, whose first DV columns are the
-            values.
+        v_cache: [blocks, block_size, HK, DV]; None of latents: the first DV columns of keys, which
+            have one head, are the values.
         value_dim: DV.
         q_start: [B + 1] int32.
         position: [Nt] int64.
@@ -67,7 +61,7 @@ class AttendCall:
 
     q: Tensor
     k_cache: Tensor
-    v_cache: Tensor
+    v_cache: Tensor | None
     value_dim: int
     q_start: Tensor
     position: Tensor
@@ -86,10 +80,13 @@ class AttendCall:
     chunk: int = 0
 
     @classmethod
-    def of(cls, *tensors: Tensor | None, **named: Any) -> AttendCall:
-        """Of the arguments of `specc::attend` over heads, in its order or by name."""
+    def of(cls, *tensors: Tensor | None, values_in_keys: bool = False, **named: Any) -> AttendCall:
+        """Of the arguments of `specc::attend`, in its order or by name."""
         given: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=False)) | named
-        return cls(value_dim=columns_of(given["v_cache"]), **given)
+        value_dim = columns_of(given["v_cache"])
+        if values_in_keys:
+            given["v_cache"] = None
+        return cls(value_dim=value_dim, **given)
 
     @property
     def num_heads(self) -> int:
@@ -159,7 +156,7 @@ class AttendCall:
 
     @property
     def beside(self) -> dict[str, Any]:
-        """Those of `NOTHING_BESIDE` that the call has."""
+        """What every kernel takes and not every call has."""
         found = {} if self.sink_logits is None else {"sinks": self.sink_logits}
         return found | ({"softcap": float(self.softcap)} if self.softcap else {})
 
@@ -178,8 +175,9 @@ class AttendCall:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Arguments `STRIDES`."""
-        return *self.q.stride()[:2], *self.k_cache.stride()[:3], *self.v_cache.stride()[:3]
+        """Of queries: of heads and tokens; of keys, then of values: of blocks, rows and heads."""
+        values = self.k_cache if self.v_cache is None else self.v_cache
+        return *self.q.stride()[:2], *self.k_cache.stride()[:3], *values.stride()[:3]
 
     @property
     def stride_words(self) -> int:
@@ -189,6 +187,10 @@ class AttendCall:
     def page(self, block_n: int) -> int:
         """Rows of a page for steps of so many keys: see `page_rows`."""
         return page_rows(self.num_pages, self.block_size, block_n)
+
+    def has_whole_pages(self, block_n: int) -> bool:
+        """Whether every block of so many keys has whole pages, or lies in one."""
+        return self.page(block_n) in (0, 16, 32)
 
     def plan(self, c: AttendConfig, num_sms: int, *, is_prompt: bool) -> Work:
         """How keys are handed out to programs of such tiles."""
@@ -230,6 +232,15 @@ class AttendCall:
         Raises:
             ValueError: naming what was found and what was needed.
         """
+        dtypes = [x.dtype for x in (self.q, self.k_cache, self.v_cache) if x is not None]
+        # no latents
+        is_quantized = self.v_cache is not None and holds_quantized(self.k_cache.dtype)
+        check(
+            dtypes[0] in DTYPES and len(set(dtypes[1:] if is_quantized else dtypes)) == 1,
+            "attend",
+            f"q and caches of {', '.join(map(str, dtypes))}",
+            f"one dtype of {', '.join(map(str, DTYPES))}, or quantized rows of keys and values",
+        )
         check(
             self.q_start.shape == (self.num_seqs + 1,) and self.cache_len.shape == (self.num_seqs,),
             "attend",
@@ -285,18 +296,24 @@ def page_rows(num_pages: int, block_size: int, block_n: int) -> int:
     return 0 if num_pages == 1 or block_size % block_n == 0 else block_size
 
 
-def are_pages_whole(num_pages: int, block_size: int, block_n: int) -> bool:
-    """Whether every key block has whole pages, or lies in one."""
-    return num_pages == 1 or block_size % block_n == 0 or block_size in (16, 32)
+def shipped_pages(
+    name: str, kernel: Any, dtype: torch.dtype, block_n: int, rows: tuple[str, ...], **given: Any
+) -> Iterator[Shipped]:
+    """A kernel for the pages that engines have, with ancestors and without.
 
-
-def shipped_shapes(block_n: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and constexprs of the pages that engines have, with ancestors and without."""
+    Args:
+        name: what all names begin with.
+        block_n: keys of a step.
+        rows: names of tensors in `dtype`.
+        given: as of `Shipped.of`.
+    """
     # where key blocks are no longer than pages, paged and dense caches are the same
     for page in sorted({page_rows(*sizes, block_n) for sizes in SHIPPED_PAGES}):
         for is_tree in (True, False):
-            name = f"page{page}-{'tree' if is_tree else 'causal'}"
-            yield name, {"PAGE": page, "IS_TREE": is_tree}
+            yield Shipped.of(
+                f"{name}-page{page}-{'tree' if is_tree else 'causal'}",
+                kernel, {dtype: rows}, types_of(is_tree), PAGE=page, IS_TREE=is_tree, **given,
+            )  # fmt: skip
 
 
 def types_of(is_tree: bool = True) -> Types:
@@ -309,22 +326,3 @@ def types_of(is_tree: bool = True) -> Types:
     if is_tree:
         return types | {torch.int32: integers, torch.int64: ("position", "ancestors")}
     return types | {torch.int32: (*integers, "ancestors"), torch.int64: ("position",)}
-
-
-def signature(
-    pointers: Iterable[str], integers: Iterable[str], dtype: torch.dtype, *, is_tree: bool = True
-) -> Mapping[str, str]:
-    """Types of a kernel's arguments, as `Shipped` has them.
-
-    Args:
-        pointers: names of tensors.
-        dtype: of queries, caches and results.
-        is_tree: there are ancestors; else `q_start` stands in their place.
-    """
-    types = dict.fromkeys(("q", "k_cache", "v_cache", "out"), TYPE_NAMES[dtype])
-    types |= {"position": "i64", "partial": "fp32", "lse": "fp32"}
-    types |= {"ancestors": "i64" if is_tree else "i32"}
-    return {
-        **{pointer: f"*{types.get(pointer, 'i32')}" for pointer in pointers},
-        **dict.fromkeys(integers, "i32"),
-    }

@@ -23,22 +23,8 @@ MOST_REGISTERS = 255
 INTERPRETER_SMS = 1
 
 
-class TritonOptions:
-    """What launch parameters of all kernels of attention have."""
-
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Options of a launch, as Triton calls them."""
-        given = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return given if self.max_registers is None else given | {"maxnreg": self.max_registers}
-
-
 @dataclass(frozen=True)
-class AttendConfig(TritonOptions):
+class AttendConfig:
     """Launch parameters of the first kernel.
 
     Args:
@@ -57,6 +43,12 @@ class AttendConfig(TritonOptions):
     num_stages: int
     programs_per_sm: int = 2
     max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of a launch, as Triton calls them."""
+        given = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return given if self.max_registers is None else given | {"maxnreg": self.max_registers}
 
     @property
     def min_blocks(self) -> int:
@@ -165,7 +157,7 @@ def config(
     key = (size, padded, height)
     if is_quantized:
         return table[key]
-    return _EXCEPTIONS.get((_family(capability), *key), table[key])
+    return _EXCEPTIONS.get((family(capability), *key), table[key])
 
 
 def for_chunks(c: AttendConfig) -> AttendConfig:
@@ -177,7 +169,7 @@ def for_chunks(c: AttendConfig) -> AttendConfig:
     return replace(c, max_registers=MOST_REGISTERS)
 
 
-def _family(capability: int) -> int:
+def family(capability: int) -> int:
     """The capability that was looked at, of those that share its limits."""
     return 120 if capability in (86, 89) or capability >= 120 else capability // 10 * 10
 

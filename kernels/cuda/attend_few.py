@@ -10,14 +10,8 @@ import triton
 from torch import Tensor
 
 from specc.artifact.kv_rows import holds_quantized
-from specc.kernels.cuda.attend_call import (
-    ROWS,
-    AttendCall,
-    are_pages_whole,
-    shipped_shapes,
-    types_of,
-)
-from specc.kernels.cuda.attend_config import TritonOptions
+from specc.kernels.cuda.attend_call import ROWS, AttendCall, shipped_pages
+from specc.kernels.cuda.attend_config import AttendConfig
 from specc.kernels.cuda.attend_few_kernels import attend_few_kernel
 from specc.kernels.cuda.dependent import launch_options, with_dependent
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
@@ -32,42 +26,40 @@ CAPABILITIES = (90,)
 
 
 @dataclass(frozen=True)
-class FewConfig(TritonOptions):
-    """Launch parameters.
+class FewConfig(AttendConfig):
+    """Launch parameters; `num_stages` where a program has many key blocks.
 
     Args:
-        block_m: rows of a tile.
-        block_n: keys of a step; at most 64, the bits that a step takes from ancestor words.
-        num_warps: warps of a program.
-        num_stages: key blocks in flight where a program has many.
-        programs_per_sm: resident programs that the number of splits aims at.
         max_splits: splits of a tile's keys.
         merge_rows: rows that are merged at a time.
         merge_parts: parts that are merged at a time.
-        min_blocks: key blocks of a split, at least, where there are several.
-        max_registers: registers that a thread may have. None leaves it to ptxas, which makes one
-            more program fit a multiprocessor even if it then has to spill.
+        least_blocks: key blocks of a split, at least, where there are several.
     """
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-    max_splits: int
-    merge_rows: int
-    merge_parts: int
-    min_blocks: int = 1
-    max_registers: int | None = None
+    max_splits: int = 1
+    merge_rows: int = 1
+    merge_parts: int = 1
+    least_blocks: int = 1
+
+    def splits_of(self, call: AttendCall, num_counters: int, num_sms: int) -> int:
+        """Splits of a tile at most: as many as `num_sms` multiprocessors hold, or a call says.
+
+        Args:
+            num_counters: tiles of all KV heads, or shares of them, that have programs.
+        """
+        # one for each program that runs at a time, and none without a key block
+        most = min(self.programs_per_sm * num_sms // num_counters, self.max_splits)
+        most = most if call.num_splits is None else call.num_splits
+        return max(1, min(most, triton.cdiv(call.capacity, self.block_n)))
 
 
 # (head size, rows) → FewConfig; rows are the most of a sequence. With more than 16 of them two
 # tiles read the same keys, which on an H200 is faster than one tile of 32 rows.
 _TABLE = {
-    (64, 16): FewConfig(16, 64, 4, 5, 2, 32, 4, 32, 1, 255),
-    (64, 32): FewConfig(16, 64, 4, 5, 2, 16, 8, 16, 2, 255),
-    (128, 16): FewConfig(16, 64, 4, 5, 2, 32, 4, 32),
-    (128, 32): FewConfig(16, 64, 4, 5, 2, 16, 8, 16, 2),
+    (64, 16): FewConfig(16, 64, 4, 5, 2, 255, 32, 4, 32),
+    (64, 32): FewConfig(16, 64, 4, 5, 2, 255, 16, 8, 16, 2),
+    (128, 16): FewConfig(16, 64, 4, 5, 2, None, 32, 4, 32),
+    (128, 32): FewConfig(16, 64, 4, 5, 2, None, 16, 8, 16, 2),
 }
 
 
@@ -100,22 +92,16 @@ def find(call: AttendCall, capability: int) -> FewConfig | None:
     )
     if not suits:
         return None
-    c = config(call.head_dim, rows, holds_quantized(call.v_cache.dtype))
-    return c if are_pages_whole(call.num_pages, call.block_size, c.block_n) else None
+    c = config(call.head_dim, rows, holds_quantized(call.k_cache.dtype))
+    return c if call.has_whole_pages(c.block_n) else None
 
 
 def launch(c: FewConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
-    """Launch the kernel with what `find` has found; `out` [Nt, H, D] is written.
-
-    A tile has up to `num_splits` splits; of None as many as `num_sms` multiprocessors hold.
-    """
+    """Launch the kernel with what `find` has found; `out` [Nt, H, D] is written."""
     shift = row_bits(call.group)
     num_tiles = triton.cdiv(call.num_tokens << shift, c.block_m)
     num_counters = num_tiles * call.num_kv_heads
-    # one for each program that runs at a time, and none without a key block
-    most = min(c.programs_per_sm * num_sms // num_counters, c.max_splits)
-    most = most if call.num_splits is None else call.num_splits
-    max_splits = max(1, min(most, triton.cdiv(call.capacity, c.block_n)))
+    max_splits = c.splits_of(call, num_counters, num_sms)
     num_parts = num_counters * max_splits if max_splits > 1 else 0
     attend_few_kernel[(call.num_kv_heads, max_splits, num_tiles)](
         call.q, call.k_cache, call.v_cache, out, *call.parts(num_parts, c.block_m, num_counters),
@@ -134,7 +120,7 @@ def launch(c: FewConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
 def _sizes(head_dim: int, c: FewConfig) -> dict[str, int]:
     return {
         "D": head_dim, "BM": c.block_m, "BN": c.block_n,
-        "BR": c.merge_rows, "BP": c.merge_parts, "MIN_BLOCKS": c.min_blocks,
+        "BR": c.merge_rows, "BP": c.merge_parts, "MIN_BLOCKS": c.least_blocks,
     }  # fmt: skip
 
 
@@ -149,10 +135,9 @@ def shipped(capability: int, is_quantized: bool = False) -> Iterator[Shipped]:
         for head_dim in HEAD_DIMS:
             for rows in (16, 32):
                 c = config(head_dim, rows, is_quantized)
-                for name, shape in shipped_shapes(c.block_n):
-                    item = Shipped.of(
-                        f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{rows}-{name}",
-                        attend_few_kernel, {dtype: (*ROWS, "out")}, types_of(shape["IS_TREE"]),
-                        **_sizes(head_dim, c), **shape, **c.options, early=_EARLY,
-                    )  # fmt: skip
+                for item in shipped_pages(
+                    f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{rows}",
+                    attend_few_kernel, dtype, c.block_n, (*ROWS, "out"),
+                    **_sizes(head_dim, c), **c.options, early=_EARLY,
+                ):  # fmt: skip
                     yield from with_dependent(item, capability, dtype)

@@ -18,16 +18,15 @@ from specc.kernels.cuda.attend_merge import merge_rows, store_columns
 from specc.kernels.cuda.attend_rows import find_tokens
 from specc.kernels.cuda.attend_softmax import (
     LOG2E,
-    capped,
     end_softmax,
     log_sums,
     start_softmax,
     take_scores,
 )
 from specc.kernels.cuda.attend_visible import either, has_bit, node_bits
-from specc.kernels.cuda.attend_visits import NEVER, find_blocks
+from specc.kernels.cuda.attend_visits import NEVER, find_few
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
-from specc.kernels.cuda.kv_quantized import in_words, load_scales, scales_at, values_of, weigh
+from specc.kernels.cuda.kv_quantized import in_words, scales_at, values_of, weigh
 
 # full blocks of a program from which on they are loaded ahead of their use
 AHEAD = tl.constexpr(3)
@@ -46,18 +45,15 @@ def _table_rows(block_table, i_block, num_pages, block_size, BN: tl.constexpr, P
 
 @triton.jit
 def _page_pointers(
-    p_cache,
-    b_row,
-    i_block,
-    block_size,
-    num_blocks,
-    stride_b,
-    stride_s,
-    D: tl.constexpr,
-    BN: tl.constexpr,
+    cache, b_row, i_block, block_size, num_blocks, D: tl.constexpr, BN: tl.constexpr,
     PAGE: tl.constexpr,
-):
-    """Pointers to keys or values of a block [BN / PAGE, PAGE, D], of pages b_row [BN / PAGE]."""
+):  # fmt: skip
+    """Pointers to keys or values of a block [BN / PAGE, PAGE, D], of pages b_row [BN / PAGE].
+
+    Args:
+        cache: pointer to those of a KV head, strides of blocks and rows.
+    """
+    p_cache, stride_b, stride_s = cache
     o_s = tl.arange(0, PAGE if PAGE > 0 else BN)
     # what a broken table names stays inside the cache
     b_row = tl.minimum(tl.maximum(b_row, 0), num_blocks - 1).to(tl.int64)
@@ -72,12 +68,40 @@ def _page_pointers(
 
 
 @triton.jit
-def _load_old(p, IS_DEPENDENT: tl.constexpr):
-    """Load cache rows; before the wait of a dependent launch, bypassing L1 (`.cg`)."""
-    if IS_DEPENDENT:
-        return tl.load(p, cache_modifier=".cg")
+def _find_pages(
+    cache, b_row, i_block, block_size, num_blocks, D: tl.constexpr, BN: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """As `_page_pointers`, and of quantized rows those to their ends, where scales are."""
+    pages = (_page_pointers(cache, b_row, i_block, block_size, num_blocks, D, BN, PAGE),)
+    if cache[0].dtype.element_ty.primitive_bitwidth == 8:
+        ends = cache[0] + D, cache[1], cache[2]
+        p_end = _page_pointers(ends, b_row, i_block, block_size, num_blocks, 1, BN, PAGE)
+        pages += (p_end,)  # type: ignore[assignment]
+    return pages
+
+
+@triton.jit
+def _load_pages(pages, m_key, IS_MASKED: tl.constexpr, IS_EARLY: tl.constexpr = False):
+    """Rows [BN / PAGE, PAGE, D] of keys or values, and of quantized ones their scales [.., .., 1].
+
+    Args:
+        pages: as of `_find_pages`.
+        m_key: [BN / PAGE, PAGE] keys that are there; not read unless masked.
+        IS_EARLY: past the first-level cache.
+    """
+    CACHE: tl.constexpr = ".cg" if IS_EARLY else ""
+    if IS_MASKED:
+        rows = (tl.load(pages[0], mask=m_key[:, :, None], other=0.0),)
     else:
-        return tl.load(p)
+        rows = (tl.load(pages[0], cache_modifier=CACHE),)
+    if len(pages) > 1:
+        p_scale = scales_at(pages[1], 0)
+        if IS_MASKED:
+            rows += (tl.load(p_scale, mask=m_key[:, :, None], other=0.0),)  # type: ignore[assignment]
+        else:
+            rows += (tl.load(p_scale, cache_modifier=CACHE),)  # type: ignore[assignment]
+    return rows
 
 
 @triton.jit
@@ -86,27 +110,23 @@ def _take(
     b_l,  # [BM]
     b_m,  # [BM]
     b_q,  # [BM, D]
-    b_k,  # keys [BN / PAGE, PAGE, D]
-    b_v,  # values, likewise
-    b_k_scale,  # [BN / PAGE, PAGE, 1] of quantized rows, or none
-    b_v_scale,
+    keys,  # as of `_load_pages`
+    values,  # likewise
     m_s,  # [BM, BN]
     qk_scale,
     softcap,
     IS_MASKED: tl.constexpr,
 ):
     """Take a block into the running softmax."""
-    BN: tl.constexpr = b_k.shape[0] * b_k.shape[1]
-    b_k = tl.reshape(b_k, [BN, b_k.shape[2]])
-    b_v = tl.reshape(b_v, [BN, b_v.shape[2]])
+    BN: tl.constexpr = keys[0].shape[0] * keys[0].shape[1]
+    b_k = tl.reshape(keys[0], [BN, b_q.shape[1]])
+    b_v = tl.reshape(values[0], [BN, b_q.shape[1]])
     b_s = tl.dot(b_q, tl.trans(values_of(b_k, b_q.dtype)))  # [BM, BN]
-    if b_k_scale is not None:
-        b_s = b_s * tl.reshape(b_k_scale, [BN])[None, :]
-        b_v_scale = tl.reshape(b_v_scale, [BN])
-    if softcap is not None:
-        b_s = capped(b_s, qk_scale, softcap)
-        qk_scale = 1.0
-    b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, qk_scale, IS_MASKED)
+    b_v_scale = None
+    if len(keys) > 1:
+        b_s = b_s * tl.reshape(keys[1], [BN])[None, :]
+        b_v_scale = tl.reshape(values[1], [BN])
+    b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, qk_scale, softcap, IS_MASKED)
     b_p, b_v = weigh(b_p, b_v, b_v_scale, b_q.dtype)
     b_acc = tl.dot(b_p, b_v, b_acc * b_shrink[:, None])
     return b_acc, b_l, b_m
@@ -172,17 +192,10 @@ def attend_few_kernel(
     length = tl.maximum(load_early(cache_len, True, 0), 0)
     capacity = num_pages * block_size
 
-    # of all tokens, 32 at most: what every program finds by itself, and alike
-    o_s = first + tl.arange(0, 32)
-    b_slot = load_early(slot + o_s, o_s < num_tokens, -1)
-    is_live = (b_slot >= 0) & (o_s < last)
-    # rows that the kernel before this one may write: all from here on
-    first_new = tl.min(tl.where(b_slot >= 0, b_slot, NEVER), 0)
-    end, full, num_visits = find_blocks(
-        b_slot, is_live, position, o_s, last, length, capacity, BN, IS_TREE
-    )
-    splits = tl.minimum((num_visits + MIN_BLOCKS - 1) // MIN_BLOCKS, max_splits)
-    splits = tl.maximum(splits, 1)
+    end, full, num_visits, splits, first_new = find_few(
+        slot, position, first, last, num_tokens, length, capacity, max_splits, 32, MIN_BLOCKS,
+        BN, IS_TREE,
+    )  # fmt: skip
 
     o_m = tl.arange(0, BM)
     o_r = i_tile * BM + o_m
@@ -208,31 +221,17 @@ def attend_few_kernel(
     num_old = tl.minimum(tl.minimum(length, first_new), capacity) // BN
     is_ahead = i_split + AHEAD * max_splits <= num_old
     b_row = _table_rows(block_table, i_split, num_pages, block_size, BN, PAGE)
-    b_first_k = tl.zeros([BN // ROWS, ROWS, D], k_cache.dtype.element_ty)
-    b_first_v = tl.zeros([BN // ROWS, ROWS, D], k_cache.dtype.element_ty)
-    b_first_k_scale = None
-    b_first_v_scale = None
+    of_keys = p_k, stride_kb, stride_ks
+    of_values = p_v, stride_vb, stride_vs
+    first_keys = (tl.zeros([BN // ROWS, ROWS, D], k_cache.dtype.element_ty),)
     if IS_QUANTIZED:
-        b_first_k_scale = tl.zeros([BN // ROWS, ROWS, 1], tl.float32)
-        b_first_v_scale = tl.zeros([BN // ROWS, ROWS, 1], tl.float32)
+        first_keys += (tl.zeros([BN // ROWS, ROWS, 1], tl.float32),)  # type: ignore[assignment]
+    first_values = first_keys
     if (i_split < num_old) & (is_ahead == 0):
-        p_block = _page_pointers(
-            p_k, b_row, i_split, block_size, num_blocks, stride_kb, stride_ks, D, BN, PAGE
-        )
-        b_first_k = _load_old(p_block, IS_DEPENDENT)
-        p_block = _page_pointers(
-            p_v, b_row, i_split, block_size, num_blocks, stride_vb, stride_vs, D, BN, PAGE
-        )
-        b_first_v = _load_old(p_block, IS_DEPENDENT)
-        if IS_QUANTIZED:
-            p_block = _page_pointers(
-                p_k + D, b_row, i_split, block_size, num_blocks, stride_kb, stride_ks, 1, BN, PAGE
-            )
-            b_first_k_scale = _load_old(scales_at(p_block, 0), IS_DEPENDENT)
-            p_block = _page_pointers(
-                p_v + D, b_row, i_split, block_size, num_blocks, stride_vb, stride_vs, 1, BN, PAGE
-            )
-            b_first_v_scale = _load_old(scales_at(p_block, 0), IS_DEPENDENT)
+        pages = _find_pages(of_keys, b_row, i_split, block_size, num_blocks, D, BN, PAGE)
+        first_keys = _load_pages(pages, 0, False, IS_DEPENDENT)
+        pages = _find_pages(of_values, b_row, i_split, block_size, num_blocks, D, BN, PAGE)
+        first_values = _load_pages(pages, 0, False, IS_DEPENDENT)
     wait_alone(IS_DEPENDENT)
     p_q = q + o_t * stride_qt + o_h * stride_qh  # [BM]
     # queries of dead tokens may be NaN, and stay in their rows
@@ -246,65 +245,42 @@ def attend_few_kernel(
     p_words = ancestors + o_t * stride_words
     o_n = tl.arange(0, BN)
 
+    keys = p_k, p_v, block_table, num_blocks, block_size, stride_kb, stride_ks, stride_vb, stride_vs
     i_rest = i_split
     if is_ahead:
-        rows = b_q, p_q, p_words, m_live, b_position
-        keys = (
-            p_k, p_v, block_table, num_blocks, block_size,
-            stride_kb, stride_ks, stride_vb, stride_vs,
-        )  # fmt: skip
+        rows = (b_q,), p_q, p_words, m_live, b_position
         count = (tl.maximum(full - i_split, 0) + splits - 1) // splits
         for i in range(0, count):
             i_key = (i_split + i * splits) * BN
-            b_acc, b_l, b_m = attend_block(
-                b_acc, b_l, b_m, rows, keys, (length, NEVER, 0, num_words), i_key, capacity,
+            acc, b_l, b_m = attend_block(
+                (b_acc,), b_l, b_m, rows, keys, (length, NEVER, 0, num_words), i_key, capacity,
                 qk_scale,
                 D, D, D, D, BN, D, PAGE, IS_TREE, False, softcap,
             )  # fmt: skip
+            b_acc = acc[0]
         i_rest += count * splits
         b_row = _table_rows(block_table, i_rest, num_pages, block_size, BN, PAGE)
     elif i_split < tl.minimum(full, num_old):
         b_acc, b_l, b_m = _take(
-            b_acc, b_l, b_m, b_q, b_first_k, b_first_v, b_first_k_scale, b_first_v_scale, 0,
-            qk_scale, softcap, False,
-        )  # fmt: skip
+            b_acc, b_l, b_m, b_q, first_keys, first_values, 0, qk_scale, softcap, False
+        )
         i_rest += splits
         b_row = _table_rows(block_table, i_rest, num_pages, block_size, BN, PAGE)
     for i in tl.range(i_rest, num_visits, splits, num_stages=1):
-        p_block_k = _page_pointers(
-            p_k, b_row, i, block_size, num_blocks, stride_kb, stride_ks, D, BN, PAGE
-        )
-        p_block_v = _page_pointers(
-            p_v, b_row, i, block_size, num_blocks, stride_vb, stride_vs, D, BN, PAGE
-        )
-        b_k_scale = None
-        b_v_scale = None
-        p_k_scale = p_block_k
-        p_v_scale = p_block_v
-        if IS_QUANTIZED:
-            p_k_scale = _page_pointers(
-                p_k + D, b_row, i, block_size, num_blocks, stride_kb, stride_ks, 1, BN, PAGE
-            )
-            p_v_scale = _page_pointers(
-                p_v + D, b_row, i, block_size, num_blocks, stride_vb, stride_vs, 1, BN, PAGE
-            )
+        key_pages = _find_pages(of_keys, b_row, i, block_size, num_blocks, D, BN, PAGE)
+        value_pages = _find_pages(of_values, b_row, i, block_size, num_blocks, D, BN, PAGE)
         b_row = _table_rows(block_table, i + splits, num_pages, block_size, BN, PAGE)
         if i < full:
-            b_k = tl.load(p_block_k)
-            b_v = tl.load(p_block_v)
-            if IS_QUANTIZED:
-                b_k_scale = load_scales(p_k_scale, 0, 0, False)
-                b_v_scale = load_scales(p_v_scale, 0, 0, False)
+            rest_keys = _load_pages(key_pages, 0, False)
+            rest_values = _load_pages(value_pages, 0, False)
             b_acc, b_l, b_m = _take(
-                b_acc, b_l, b_m, b_q, b_k, b_v, b_k_scale, b_v_scale, 0, qk_scale, softcap, False
+                b_acc, b_l, b_m, b_q, rest_keys, rest_values, 0, qk_scale, softcap, False
             )
         else:
             # values that no row sees may be NaN, and 0 · NaN is NaN: they are never read
             o_in = tl.arange(0, BN // ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
             m_key = i * BN + o_in < end  # [BN / ROWS, ROWS]
-            b_k = tl.load(p_block_k, mask=m_key[:, :, None], other=0.0)
-            if IS_QUANTIZED:
-                b_k_scale = load_scales(p_k_scale, m_key[:, :, None], 0, True)
+            rest_keys = _load_pages(key_pages, m_key, True)
             if IS_TREE:
                 b_low, b_high = node_bits(p_words, m_live, i * BN - length, num_words)
                 any_low = tl.reduce(b_low, 0, either)
@@ -315,11 +291,9 @@ def attend_few_kernel(
             else:
                 m_s = (i * BN + o_n)[None, :] <= b_position[:, None]
             m_s &= (i * BN + o_n < end)[None, :]
-            b_v = tl.load(p_block_v, mask=m_key[:, :, None], other=0.0)
-            if IS_QUANTIZED:
-                b_v_scale = load_scales(p_v_scale, m_key[:, :, None], 0, True)
+            rest_values = _load_pages(value_pages, m_key, True)
             b_acc, b_l, b_m = _take(
-                b_acc, b_l, b_m, b_q, b_k, b_v, b_k_scale, b_v_scale, m_s, qk_scale, softcap, True
+                b_acc, b_l, b_m, b_q, rest_keys, rest_values, m_s, qk_scale, softcap, True
             )
 
     let_next_start(IS_DEPENDENT)

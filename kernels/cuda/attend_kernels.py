@@ -1,5 +1,7 @@
 """The kernel of `specc::attend`: a split of the keys for a tile of rows; the last one merges.
 
+It attends to keys and values of heads, or to latents (`attend_latent_kernels`).
+
 Source: FlashAttention-2, arXiv:2307.08691 §3; flash decoding (`attend_merge`).
 """
 
@@ -9,12 +11,12 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.attend_chunks import bits_from, bounds_in_chunks, first_nodes
+from specc.kernels.cuda.attend_latent_kernels import latent_products, load_queries
 from specc.kernels.cuda.attend_merge import merge_arrived, store_columns
-from specc.kernels.cuda.attend_rows import find_rows, find_tokens, load_keys, load_rows
+from specc.kernels.cuda.attend_rows import find_rows, find_tokens, load_rows, products
 from specc.kernels.cuda.attend_slopes import biases, distances
 from specc.kernels.cuda.attend_softmax import (
     LOG2E,
-    capped,
     end_softmax,
     log_sums,
     start_softmax,
@@ -24,46 +26,15 @@ from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits, see
 from specc.kernels.cuda.attend_visits import extend_share, find_bounds, find_end, share_blocks
 from specc.kernels.cuda.attend_work import find_work
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
-from specc.kernels.cuda.kv_quantized import in_words, load_scales, values_of, weigh
-
-
-@triton.jit
-def products(
-    b_q, p_q, m_row, p_k, o_k, m_key,
-    D: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
-    """Queries [BM, BD], which p_q [BM] points to, too, times keys: [BM, BN].
-
-    Keys are at p_k and offsets o_k [BN], or without these at p_k [BN].
-    """
-    if BC == BD:
-        b_k = load_keys(_in_rows(p_k, o_k), tl.arange(0, BD), m_key, D, BD, IS_MASKED)
-        b_k = values_of(b_k, b_q.dtype)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    else:
-        # without tensor cores a thread holds whole rows of its operands: a few columns at a time
-        b_s = tl.zeros([b_q.shape[0], m_key.shape[0]], tl.float32)
-        for i in tl.static_range(0, BD, BC):
-            o_c = i + tl.arange(0, BC)
-            m_q = m_row[:, None] & (o_c < D)[None, :]
-            b_part = tl.load(p_q[:, None] + o_c[None, :], mask=m_q, other=0.0)
-            b_k = load_keys(_in_rows(p_k, o_k), o_c, m_key, D, BD, IS_MASKED)
-            b_k = values_of(b_k, b_q.dtype)
-            b_s = tl.dot(b_part, tl.trans(b_k), b_s, input_precision="ieee")
-    return b_s
-
-
-@triton.jit
-def _in_rows(p_k, o_k):
-    return p_k[:, None] if o_k is None else p_k + o_k[:, None]
+from specc.kernels.cuda.kv_quantized import in_words, load_scales, weigh
 
 
 @triton.jit
 def attend_block(
-    b_acc,  # [BM, BDV]
+    acc,  # [BM, BDV], of latents in halves two
     b_l,  # [BM]
     b_m,  # [BM]
-    rows,  # b_q [BM, BD]; of each row p_q, p_words, m_live, b_position
+    rows,  # queries, [BM, BD] or of latents several; of each row p_q, p_words, m_live, b_position
     keys,  # p_k, p_v, p_table, num_blocks, block_size, strides of blocks and rows of both
     seen,  # length, window, sink, num_words
     i_key,
@@ -86,9 +57,10 @@ def attend_block(
     b_first=None,  # [BM] see `first_nodes`; of trees with chunks
 ):
     """Take keys i_key … i_key + BN - 1 into the running softmax."""
-    b_q, p_q, p_words, m_live, b_position = rows
+    queries, p_q, p_words, m_live, b_position = rows
     p_k, p_v, p_table, num_blocks, block_size, stride_kb, stride_ks, stride_vb, stride_vs = keys
     length, window, sink, num_words = seen
+    IS_LATENT: tl.constexpr = len(queries) > 1
     o_n = tl.arange(0, BN)
     o_dv = tl.arange(0, BDV)
     o_key = i_key + o_n  # [BN]
@@ -110,6 +82,7 @@ def attend_block(
 
     b_low = b_position
     b_high = b_position
+    m_v = m_key
     if IS_MASKED:
         if IS_TREE:
             b_low, b_high = node_bits(p_words, m_live, i_key - length, num_words)
@@ -121,44 +94,62 @@ def attend_block(
             m_v = m_key & seen_by_any(
                 o_key, o_n, b_low, b_high, first_position, window, sink, length, CHUNK
             )
+        elif IS_LATENT:
+            # rows along the first axis, as below: the other way round float32 spills
+            m_seen = m_live[:, None] & is_visible(
+                o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
+                b_high[:, None], window, sink, length, IS_TREE,
+            )  # fmt: skip
+            m_v = m_key & (tl.max(m_seen.to(tl.int32), 0) > 0)
         else:
             m_seen = m_live[None, :] & is_visible(
                 o_key[:, None], o_n[:, None], b_position[None, :], b_low[None, :],
                 b_high[None, :], window, sink, length, IS_TREE, CHUNK,
             )  # fmt: skip  # [BN, BM]
             m_v = m_key & (tl.max(m_seen.to(tl.int32), 1) > 0)
-        b_v = tl.load(p_v, mask=m_v[:, None] & (o_dv < DV)[None, :], other=0.0)
-        if IS_QUANTIZED:
-            b_v_scale = load_scales(p_v_row, m_v, DV, True)
+    if IS_LATENT:
+        b_s, values = latent_products(
+            queries, p_q, m_live, p_k + o_k, m_v, DV, D - DV, BDV, BD, BC, IS_MASKED
+        )
     else:
-        b_v = load_rows(p_v, o_dv, DV, BDV)
+        if IS_MASKED:
+            b_v = tl.load(p_v, mask=m_v[:, None] & (o_dv < DV)[None, :], other=0.0)
+        else:
+            b_v = load_rows(p_v, o_dv, DV, BDV)
+        values = (b_v,)
         if IS_QUANTIZED:
-            b_v_scale = load_scales(p_v_row, m_key, DV, False)
-
-    b_s = products(b_q, p_q, m_live, p_k, o_k, m_key, D, BD, BC, IS_MASKED)
+            b_v_scale = load_scales(p_v_row, m_v, DV, IS_MASKED)
+        b_s = products(queries[0], p_q, m_live, p_k, o_k, m_key, D, BD, BC, IS_MASKED)
     if b_k_scale is not None:
         b_s = b_s * b_k_scale[None, :]
-    own_scale = qk_scale
-    if softcap is not None:
-        b_s = capped(b_s, qk_scale, softcap)
-        own_scale = 1.0
+    b_bias = None
     if b_slope is not None:
         b_far = distances(
             p_words, m_live, b_position, o_key, o_n, b_low, b_high, i_key - length, length,
             num_words, IS_TREE and IS_MASKED,
         )  # fmt: skip
-        b_s = b_s * own_scale + biases(b_slope, b_far, b_position, qk_scale, ROUNDS)
-        own_scale = 1.0
+        b_bias = biases(b_slope, b_far, b_position, qk_scale, ROUNDS)
     m_s = m_key[None, :]
     if IS_MASKED:
         m_s = m_s & is_visible(
             o_key[None, :], o_n[None, :], b_position[:, None], b_low[:, None],
             b_high[:, None], window, sink, length, IS_TREE, CHUNK,
         )  # fmt: skip
-    b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, own_scale, IS_MASKED)
-    b_p, b_v = weigh(b_p, b_v, b_v_scale, b_q.dtype)
-    b_acc = tl.dot(b_p, b_v, b_acc * b_shrink[:, None], input_precision="ieee")
-    return b_acc, b_l, b_m
+    b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, qk_scale, softcap, IS_MASKED, b_bias)
+    return weigh_values(acc, b_p, b_shrink, values, b_v_scale, queries[0].dtype), b_l, b_m
+
+
+@triton.jit
+def weigh_values(acc, b_p, b_shrink, values, b_scale, dtype: tl.constexpr):
+    """Accumulators [BM, …], scaled by b_shrink [BM], and values [BN, …] by weights b_p [BM, BN].
+
+    Scales [BN] of quantized rows are `b_scale`.
+    """
+    new = ()
+    for j in tl.static_range(len(acc)):
+        b_w, b_v = weigh(b_p, values[j], b_scale, dtype)
+        new += (tl.dot(b_w, b_v, acc[j] * b_shrink[:, None], input_precision="ieee"),)  # type: ignore[assignment]
+    return new
 
 
 @triton.jit(
@@ -171,7 +162,7 @@ def attend_block(
 def attend_kernel(
     q,
     k_cache,
-    v_cache,
+    v_cache,  # none of latents, whose first DV columns are the values
     out,
     partial,  # [parts, BM, DV] of each KV head
     lse,  # [parts, BM]
@@ -261,11 +252,15 @@ def attend_kernel(
     wait_alone(IS_DEPENDENT)
     if is_idle:
         return
+    IS_LATENT: tl.constexpr = v_cache is None
     p_q = q + o_t.to(tl.int64) * stride_qt + o_h.to(tl.int64) * stride_qh  # [BM]
-    o_d = tl.arange(0, BD)
     # queries of dead tokens may be NaN, and stay in their rows
-    m_q = m_row[:, None] & (o_d < D)[None, :]
-    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [BM, BD]
+    if IS_LATENT:
+        queries = load_queries(p_q, m_row, DV, D - DV, BDV, BD)
+    else:
+        o_d = tl.arange(0, BD)
+        m_q = m_row[:, None] & (o_d < D)[None, :]
+        queries = (tl.load(p_q[:, None] + o_d[None, :], mask=m_q, other=0.0),)  # [BM, BD]
 
     likely, low, start, full = find_bounds(
         first, last, length, capacity, window, m_live, b_position, IS_TREE
@@ -290,53 +285,65 @@ def attend_kernel(
     if slopes is not None:
         b_slope = tl.load(slopes + o_h, mask=m_row, other=0.0)
     b_m, b_l = start_softmax(sinks, o_h, m_row, i_split)
-    b_acc = tl.zeros([BM, BDV], tl.float32)
+    acc = ()
+    for _ in tl.static_range(0, DV, BDV):
+        acc += (tl.zeros([BM, BDV], tl.float32),)  # type: ignore[assignment]
     qk_scale = scale * LOG2E
     p_k = k_cache + i_kv.to(tl.int64) * in_words(stride_kh, k_cache)
-    p_v = v_cache + i_kv.to(tl.int64) * in_words(stride_vh, v_cache)
+    # of latents, keys
+    p_v = k_cache if IS_LATENT else v_cache
+    p_v += i_kv.to(tl.int64) * in_words(stride_vh, p_v)
     stride_kb, stride_ks = in_words(stride_kb, k_cache), in_words(stride_ks, k_cache)
-    stride_vb, stride_vs = in_words(stride_vb, v_cache), in_words(stride_vs, v_cache)
+    stride_vb, stride_vs = in_words(stride_vb, p_v), in_words(stride_vs, p_v)
     p_table = block_table + i_b.to(tl.int64) * stride_table  # type: ignore[attr-defined]
     p_words = ancestors + o_t.to(tl.int64) * stride_words
-    rows = b_q, p_q, p_words, m_live, b_position
+    rows = queries, p_q, p_words, m_live, b_position
     keys = p_k, p_v, p_table, num_blocks, block_size, stride_kb, stride_ks, stride_vb, stride_vs
     seen = length, window, sink, num_words
 
-    for i in range(i_full, i_rest):
-        b_acc, b_l, b_m = attend_block(
-            b_acc, b_l, b_m, rows, keys, seen, (i + skip) * BN, capacity, qk_scale,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False, softcap, b_slope, ROUNDS,
-        )  # fmt: skip
-
-    end = find_end(slot, first, last, m_live, b_position, capacity, BB, IS_TREE)
-    i_last = extend_share(i_last, i_rest, end, skip, i_split, splits, BN)
-    # what is left of the split lies before the full blocks and after them
-    for i in tl.range(i_first, i_last - (i_rest - i_full), num_stages=1):
-        i_visit = tl.where(i < i_full, i, i + i_rest - i_full)
-        i_block = tl.where(i_visit < num_sinks, i_visit, i_visit + skip)
-        b_acc, b_l, b_m = attend_block(
-            b_acc, b_l, b_m, rows, keys, seen, i_block * BN, end, qk_scale,
-            D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True, softcap, b_slope, ROUNDS,
-            CHUNK, first_position, b_first,
-        )  # fmt: skip
+    # of latents first what is masked, so that no masks are kept in registers beside the loop
+    for i_turn in tl.static_range(2):
+        if (i_turn == 0) != IS_LATENT:
+            for i in range(i_full, i_rest):
+                acc, b_l, b_m = attend_block(
+                    acc, b_l, b_m, rows, keys, seen, (i + skip) * BN, capacity, qk_scale,
+                    D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, False, softcap, b_slope, ROUNDS,
+                )  # fmt: skip
+        else:
+            end = find_end(slot, first, last, m_live, b_position, capacity, BB, IS_TREE)
+            i_last = extend_share(i_last, i_rest, end, skip, i_split, splits, BN)
+            # what is left of the split lies before the full blocks and after them
+            for i in tl.range(i_first, i_last - (i_rest - i_full), num_stages=1):
+                i_visit = tl.where(i < i_full, i, i + i_rest - i_full)
+                i_block = tl.where(i_visit < num_sinks, i_visit, i_visit + skip)
+                acc, b_l, b_m = attend_block(
+                    acc, b_l, b_m, rows, keys, seen, i_block * BN, end, qk_scale,
+                    D, DV, BD, BDV, BN, BC, PAGE, IS_TREE, True, softcap, b_slope, ROUNDS,
+                    CHUNK, first_position, b_first,
+                )  # fmt: skip
 
     let_next_start(IS_DEPENDENT)
     m_any, b_total = end_softmax(b_l, m_live)
-    b_out = tl.where(m_any[:, None], b_acc / b_total[:, None], 0.0)
+    parts = ()
+    for j in tl.static_range(len(acc)):
+        parts += (tl.where(m_any[:, None], acc[j] / b_total[:, None], 0.0),)  # type: ignore[assignment]
     o_out = o_t.to(tl.int64) * num_heads + o_h  # [BM]
     o_dv = tl.arange(0, BDV)
     # before the branch: `store_columns` in it took registers from the loop, as Triton 3.7 has it
     p_out = out + o_out[:, None] * DV + o_dv[None, :]
     m_out = m_row[:, None] & (o_dv < DV)[None, :]
     if splits == 1:
-        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_out)
+        tl.store(p_out, parts[0].to(out.dtype.element_ty), mask=m_out)  # type: ignore[misc]
+        for j in tl.static_range(1, len(parts)):
+            store_columns(out, o_out, parts[j], m_row, j * BDV, DV)
         return
 
     b_lse = log_sums(b_m, b_total, m_any)
     i_part += i_kv * num_parts
     o_part = (i_part + i_split).to(tl.int64) * BM + tl.arange(0, BM)
     tl.store(lse + o_part, b_lse, mask=m_row)
-    store_columns(partial, o_part, b_out, m_row, 0, DV)
+    for k in tl.static_range(len(parts)):
+        store_columns(partial, o_part, parts[k], m_row, k * BDV, DV)
     merge_arrived(
         partial, lse, arrived, out, o_out, i_part, i_split, splits, m_row, DV, BM, BDV, MERGED
     )

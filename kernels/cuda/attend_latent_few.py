@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from specc.kernels.cuda.attend_call import (
-    NOTHING_BESIDE,
-    PLACES,
-    SHIPPED_PAGES,
-    AttendCall,
-    are_pages_whole,
-    padded,
-    page_rows,
-    signature,
-)
-from specc.kernels.cuda.attend_config import MOST_REGISTERS, TritonOptions
+from specc.kernels.cuda.attend_call import AttendCall, padded, shipped_pages
+from specc.kernels.cuda.attend_config import MOST_REGISTERS
+from specc.kernels.cuda.attend_few import FewConfig
 from specc.kernels.cuda.attend_latent_few_kernels import (
     QUARTERS,
     TOKENS,
@@ -35,46 +26,28 @@ DTYPE = torch.bfloat16
 RANKS = (64, 128, 256, 512)
 
 
-# rows of a tile, which is what tensor cores take at least
-_ROWS = 16
-
-
 @dataclass(frozen=True)
-class LatentFewConfig(TritonOptions):
-    """Launch parameters.
+class LatentFewConfig(FewConfig):
+    """Launch parameters: rows of a tile, 16 as tensor cores take at least, are merged at a time.
 
     Args:
         num_values: quarters of a latent that a program has as values.
         most_tiles: of all sequences. Of a few, programs read keys again for each quarter.
-        block_n: keys of a step; at most 64, the bits that a step takes from ancestor words.
-        num_stages: key blocks in flight where a program has many.
-        max_splits: splits of a tile's keys.
-        min_blocks: key blocks of a split, at least, where there are several.
-        merged: parts of a tile that are loaded at a time.
-        num_warps: warps of a program.
-        max_registers: registers that a thread may have.
     """
 
-    num_values: int
-    most_tiles: int
-    block_n: int
-    num_stages: int
-    max_splits: int
-    min_blocks: int
-    merged: int
-    num_warps: int = 8
-    max_registers: int | None = MOST_REGISTERS
+    num_values: int = 1
+    most_tiles: int = 1
 
 
 # the first that takes as many tiles as there are; with all values, steps of 64 keys spill
 CONFIGS = (
-    LatentFewConfig(1, 2, 64, 3, 32, 1, 8),
-    LatentFewConfig(QUARTERS.value, 32, 32, 3, 16, 4, 8),
+    LatentFewConfig(16, 64, 8, 3, 1, MOST_REGISTERS, 32, 16, 8, 1, 1, 2),
+    LatentFewConfig(16, 32, 8, 3, 1, MOST_REGISTERS, 16, 16, 8, 4, QUARTERS.value, 32),
 )
 
 
-def find(call: AttendCall) -> LatentFewConfig | None:
-    """Launch parameters for a call of `attend` over latents, if it is one that this is for."""
+def find(call: AttendCall, capability: int) -> LatentFewConfig | None:
+    """Launch parameters for a call over latents, if it is one that this is for, on any device."""
     suits = (
         0 < _tokens(call) <= TOKENS.value
         and call.window == 0
@@ -83,11 +56,8 @@ def find(call: AttendCall) -> LatentFewConfig | None:
     )
     if not suits:
         return None
-    num_tiles = call.num_seqs * _tiles(call)
-    c = next((c for c in CONFIGS if num_tiles <= c.most_tiles), None)
-    if c is None or not are_pages_whole(call.num_pages, call.block_size, c.block_n):
-        return None
-    return c
+    c = next((c for c in CONFIGS if call.num_seqs * _tiles(call, c) <= c.most_tiles), None)
+    return c if c is not None and call.has_whole_pages(c.block_n) else None
 
 
 def _tokens(call: AttendCall) -> int:
@@ -95,23 +65,20 @@ def _tokens(call: AttendCall) -> int:
     return call.num_tokens if call.num_seqs == 1 else call.tokens_each
 
 
-def _tiles(call: AttendCall) -> int:
-    return triton.cdiv(_tokens(call) * call.num_heads, _ROWS)
+def _tiles(call: AttendCall, c: LatentFewConfig) -> int:
+    return triton.cdiv(_tokens(call) * call.num_heads, c.block_m)
 
 
 def launch(c: LatentFewConfig, call: AttendCall, out: Tensor, num_sms: int) -> None:
     """Launch the kernel with what `find` has found; `out` [Nt, H, R] is written."""
-    num_tiles = _tiles(call)
+    num_tiles = _tiles(call, c)
     shares = QUARTERS.value // c.num_values
     num_counters = call.num_seqs * num_tiles * shares
-    # one for each program that runs at a time, and none without a key block
-    most = min(num_sms // num_counters, c.max_splits)
-    most = most if call.num_splits is None else call.num_splits
-    max_splits = max(1, min(most, triton.cdiv(call.capacity, c.block_n)))
+    max_splits = c.splits_of(call, num_counters, num_sms)
     num_parts = call.num_seqs * num_tiles * QUARTERS.value * max_splits if max_splits > 1 else 0
     columns = call.value_dim // QUARTERS.value
     attend_latent_few_kernel[(num_tiles * shares, max_splits, call.num_seqs)](
-        call.q, call.k_cache, out, *call.parts(num_parts, _ROWS, num_counters, columns),
+        call.q, call.k_cache, out, *call.parts(num_parts, c.block_m, num_counters, columns),
         *call.places,
         call.num_tokens, call.num_seqs, call.num_heads, *call.sizes, max_splits,
         *call.q.stride()[:2], *call.k_cache.stride()[:2], call.block_table.stride(0),
@@ -128,44 +95,25 @@ def launch(c: LatentFewConfig, call: AttendCall, out: Tensor, num_sms: int) -> N
 def _sizes(rank: int, shared: int, c: LatentFewConfig) -> dict[str, int]:
     return {
         "R": rank, "S": shared, "BC": rank // QUARTERS.value, "BS": padded(shared),
-        "NV": c.num_values, "BM": _ROWS, "BN": c.block_n,
-        "MERGED": c.merged, "MIN_BLOCKS": c.min_blocks,
+        "NV": c.num_values, "BM": c.block_m, "BN": c.block_n,
+        "MERGED": c.merge_parts, "MIN_BLOCKS": c.least_blocks,
     }  # fmt: skip
 
 
 # what engines are built with: latents of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash
 SHIPPED_SIZES = (512, 64)
-_POINTERS = ("q", "k_cache", "out", "partial", "lse", "arrived", *PLACES)
 # older than the keys that the kernel before writes: it finds its places by them; of the cache only
 # rows that it does not write
 _EARLY = ("q_start", "position", "slot", "cache_len", "block_table", "k_cache")
-_DIVISIBLE_STRIDES = ("stride_qh", "stride_qt", "stride_kb", "stride_ks")
-_INTEGERS = (
-    "num_tokens", "num_seqs", "num_heads", "num_words", "num_blocks", "num_pages", "block_size",
-    "tokens_each", "max_splits", *_DIVISIBLE_STRIDES, "stride_table", "stride_words",
-)  # fmt: skip
 
 
 def shipped(capability: int) -> Iterator[Shipped]:
     """Every configuration that engines launch on a capability."""
+    rank, shared = SHIPPED_SIZES
     for c in CONFIGS:
-        for page in sorted({page_rows(*sizes, c.block_n) for sizes in SHIPPED_PAGES}):
-            for is_tree in (True, False):
-                yield from with_dependent(_shipped(c, page, is_tree), capability, DTYPE)
-
-
-def _shipped(c: LatentFewConfig, page: int, is_tree: bool) -> Shipped:
-    name, (rank, shared) = TYPE_NAMES[DTYPE], SHIPPED_SIZES
-    tile = f"values{c.num_values}-page{page}"
-    constexprs: dict[str, Any] = {**_sizes(rank, shared, c), "PAGE": page, "IS_TREE": is_tree}
-    return Shipped(
-        f"{name}-r{rank}-{tile}-{'tree' if is_tree else 'causal'}",
-        attend_latent_few_kernel,
-        {**signature(_POINTERS, _INTEGERS, DTYPE, is_tree=is_tree), "scale": "fp32"},
-        {**constexprs, **NOTHING_BESIDE},
-        c.num_warps,
-        c.num_stages,
-        (*_POINTERS, *_DIVISIBLE_STRIDES),
-        c.max_registers,
-        early=_EARLY,
-    )
+        for item in shipped_pages(
+            f"{TYPE_NAMES[DTYPE]}-r{rank}-values{c.num_values}",
+            attend_latent_few_kernel, DTYPE, c.block_n, ("q", "k_cache", "out"),
+            **_sizes(rank, shared, c), **c.options, early=_EARLY,
+        ):  # fmt: skip
+            yield from with_dependent(item, capability, DTYPE)

@@ -15,17 +15,16 @@ import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.attend_merge import merge_tile, store_columns
-from specc.kernels.cuda.attend_rows import find_tokens
+from specc.kernels.cuda.attend_rows import find_tokens, load_keys
 from specc.kernels.cuda.attend_softmax import (
     LOG2E,
-    capped,
     end_softmax,
     log_sums,
     start_softmax,
     take_scores,
 )
 from specc.kernels.cuda.attend_visible import divide, is_visible, node_bits
-from specc.kernels.cuda.attend_visits import NEVER, NO_WINDOW, find_blocks
+from specc.kernels.cuda.attend_visits import NO_WINDOW, find_few
 from specc.kernels.cuda.dependent import let_next_start, load_early, wait_alone
 
 # of a latent's columns
@@ -35,11 +34,9 @@ TOKENS = tl.constexpr(16)
 
 
 @triton.jit
-def _find_keys(
-    table, i_block, o_n, num_pages, num_blocks, block_size, stride_kb, stride_ks,
-    BN: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
+def _find_keys(places, i_block, o_n, BN: tl.constexpr, PAGE: tl.constexpr):
     """[BN] where the keys of a block are; what a broken table names stays inside the cache."""
+    table, num_pages, num_blocks, block_size, stride_kb, stride_ks = places
     if PAGE == 0:
         # the whole block lies in one page, and may begin inside it
         i_page = i_block * BN // block_size
@@ -61,31 +58,21 @@ def _first_column(i_first, j, BC: tl.constexpr):
 
 
 @triton.jit
-def _load(p_row, first, m_row, D: tl.constexpr, BD: tl.constexpr, IS_MASKED: tl.constexpr):
-    """Columns first … first + D - 1 of rows, past the first-level cache: [rows, BD]."""
-    o_d = tl.arange(0, BD)
-    p = p_row[:, None] + (first + o_d)[None, :]
-    if IS_MASKED:
-        m_in = m_row[:, None] & (o_d < D)[None, :]
-        return tl.load(p, mask=m_in, other=0.0, cache_modifier=".cg")
-    elif D < BD:
-        return tl.load(p, mask=(o_d < D)[None, :], other=0.0, cache_modifier=".cg")
-    else:
-        return tl.load(p, cache_modifier=".cg")
-
-
-@triton.jit
 def _load_all(
     p_row, i_first, m_row, R: tl.constexpr, S: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of queries or keys: the quarters [rows, BC] in a program's turn, what heads share."""
+    """Rows of queries or keys: the quarters [rows, BC] in a program's turn, what heads share.
+
+    They are read past the first-level cache.
+    """
+    p, o_c, o_s = p_row[:, None], tl.arange(0, BC), tl.arange(0, BS)
     return (
-        _load(p_row, _first_column(i_first, 0, BC), m_row, BC, BC, IS_MASKED),
-        _load(p_row, _first_column(i_first, 1, BC), m_row, BC, BC, IS_MASKED),
-        _load(p_row, _first_column(i_first, 2, BC), m_row, BC, BC, IS_MASKED),
-        _load(p_row, _first_column(i_first, 3, BC), m_row, BC, BC, IS_MASKED),
-        _load(p_row, R, m_row, S, BS, IS_MASKED),
+        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 0, BC), True),
+        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 1, BC), True),
+        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 2, BC), True),
+        load_keys(p, o_c, m_row, BC, BC, IS_MASKED, _first_column(i_first, 3, BC), True),
+        load_keys(p, o_s, m_row, S, BS, IS_MASKED, R, True),
     )
 
 
@@ -109,10 +96,7 @@ def _take(
     b_s = tl.dot(queries[1], tl.trans(keys[1]), b_s)
     b_other = tl.dot(queries[2], tl.trans(keys[2]), b_other)
     b_s = tl.dot(queries[3], tl.trans(keys[3]), b_s) + b_other
-    if softcap is not None:
-        b_s = capped(b_s, qk_scale, softcap)
-        qk_scale = 1.0
-    b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, qk_scale, IS_MASKED)
+    b_p, b_shrink, b_l, b_m = take_scores(b_s, b_l, b_m, m_s, qk_scale, softcap, IS_MASKED)
     b_p = b_p.to(keys[0].dtype)
     new = ()
     for j in tl.static_range(len(acc)):
@@ -186,17 +170,10 @@ def attend_latent_few_kernel(
     length = tl.maximum(load_early(cache_len + i_b, True, 0), 0)
     capacity = num_pages * block_size
 
-    # of all tokens of the sequence: what every program finds by itself, and alike
-    o_s = first + tl.arange(0, TOKENS)
-    b_slot = load_early(slot + o_s, o_s < last_row, -1)
-    is_live = (b_slot >= 0) & (o_s < last)
-    # rows that the kernel before this one may write: all from here on
-    first_new = tl.min(tl.where(b_slot >= 0, b_slot, NEVER), 0)
-    end, full, num_visits = find_blocks(
-        b_slot, is_live, position, o_s, last, length, capacity, BN, IS_TREE
-    )
-    splits = tl.minimum((num_visits + MIN_BLOCKS - 1) // MIN_BLOCKS, max_splits)
-    splits = tl.maximum(splits, 1)
+    end, full, num_visits, splits, first_new = find_few(
+        slot, position, first, last, last_row, length, capacity, max_splits, TOKENS, MIN_BLOCKS,
+        BN, IS_TREE,
+    )  # fmt: skip
 
     o_m = tl.arange(0, BM)
     o_r = i_tile * BM + o_m
@@ -211,6 +188,7 @@ def attend_latent_few_kernel(
         b_position = load_early(position + o_t, m_own, 0).to(tl.int32)
 
     table = block_table + i_b.to(tl.int64) * stride_table  # type: ignore[attr-defined]
+    places = table, num_pages, num_blocks, block_size, stride_kb, stride_ks
     o_n = tl.arange(0, BN)
     # Where the first keys are does not depend on lengths. Committed rows that this pass does not
     # write again are older than the kernel before: blocks of them alone are read before the wait,
@@ -218,9 +196,7 @@ def attend_latent_few_kernel(
     num_old = tl.minimum(tl.minimum(length, first_new), capacity) // BN
     num_old = tl.where(num_seqs > 1, 0, tl.minimum(num_old, full))
     is_ahead = (i_split < num_old) & (i_split < splits)
-    b_key = _find_keys(
-        table, i_split, o_n, num_pages, num_blocks, block_size, stride_kb, stride_ks, BN, PAGE
-    )
+    b_key = _find_keys(places, i_split, o_n, BN, PAGE)
     b_zero = tl.zeros([BN, BC], k_cache.dtype.element_ty)
     none = (b_zero, b_zero, b_zero, b_zero, tl.zeros([BN, BS], k_cache.dtype.element_ty))
     # In branches, so that all of a block is asked for at once: else a few columns at a time are,
@@ -248,16 +224,11 @@ def attend_latent_few_kernel(
         i_rest += splits
     count = (tl.maximum(full - i_rest, 0) + splits - 1) // splits
     for i in range(0, count):
-        b_key = _find_keys(
-            table, i_rest + i * splits, o_n, num_pages, num_blocks, block_size,
-            stride_kb, stride_ks, BN, PAGE,
-        )  # fmt: skip
+        b_key = _find_keys(places, i_rest + i * splits, o_n, BN, PAGE)
         keys = _load_all(k_cache + b_key, i_first, o_n >= 0, R, S, BC, BS, False)
         acc, b_l, b_m = _take(acc, b_l, b_m, queries, keys, 0, 0, qk_scale, softcap, False)
     for i in tl.range(i_rest + count * splits, num_visits, splits, num_stages=1):
-        b_key = _find_keys(
-            table, i, o_n, num_pages, num_blocks, block_size, stride_kb, stride_ks, BN, PAGE
-        )
+        b_key = _find_keys(places, i, o_n, BN, PAGE)
         o_key = i * BN + o_n
         keys = none
         if i * BN < end:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
+from specc.kernels.cuda.attend_rows import find_tokens
 
 # splits that one program merges: with more, the last of each such group merges it, and the last
 # of these the groups, so that no program has a long row of loads
@@ -133,6 +134,19 @@ def merge_arrived(
 
 
 @triton.jit
+def _take_parts(b_acc, b_l, b_m, b_part, b_lse, AXIS: tl.constexpr):
+    """Take parts along an axis into rows [rows, D], their sums and the largest logarithms."""
+    b_m_new = tl.maximum(b_m, tl.max(b_lse, AXIS))
+    # rows that see no key at all: -inf - -inf is NaN
+    b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
+    b_weight = tl.exp2(b_lse - tl.expand_dims(b_base, AXIS))
+    b_shrink = tl.exp2(b_m - b_base)
+    b_l = b_l * b_shrink + tl.sum(b_weight, AXIS)
+    b_acc = b_acc * b_shrink[:, None] + tl.sum(b_weight[:, :, None] * b_part, AXIS)
+    return b_acc, b_l, b_m_new
+
+
+@triton.jit
 def merge_rows(
     partial,  # [tiles, max_splits, BM, D]
     lse,  # [tiles, BM, max_splits]
@@ -175,14 +189,7 @@ def merge_rows(
         b_part = tl.load(p_part, mask=m_part[:, :, None], other=0.0)  # [rows, BP, D]
         if IS_SPARSE:
             b_part = tl.where(m_written[:, :, None], b_part, 0.0)
-        b_m_new = tl.maximum(b_m, tl.max(b_lse, 1))
-        # rows that see no key at all: -inf - -inf is NaN
-        b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-        b_weight = tl.exp2(b_lse - b_base[:, None])
-        b_shrink = tl.exp2(b_m - b_base)
-        b_l = b_l * b_shrink + tl.sum(b_weight, 1)
-        b_acc = b_acc * b_shrink[:, None] + tl.sum(b_weight[:, :, None] * b_part, 1)
-        b_m = b_m_new
+        b_acc, b_l, b_m = _take_parts(b_acc, b_l, b_m, b_part, b_lse, 1)
     return b_acc * (1.0 / tl.where(b_l > 0, b_l, 1.0))[:, None]
 
 
@@ -205,12 +212,42 @@ def merge_tile(
         p_part = partial + o_row[:, :, None] * D + o_d[None, None, :]
         b_part = tl.load(p_part, mask=m_part[:, :, None], other=0.0)
         b_lse = tl.load(lse + o_row, mask=m_part, other=float("-inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_lse, 0))
-        # rows that see no key at all: -inf - -inf is NaN
-        b_base = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-        b_weight = tl.exp2(b_lse - b_base[None, :])
-        b_shrink = tl.exp2(b_m - b_base)
-        b_l = b_l * b_shrink + tl.sum(b_weight, 0)
-        b_acc = b_acc * b_shrink[:, None] + tl.sum(b_weight[:, :, None] * b_part, 0)
-        b_m = b_m_new
+        b_acc, b_l, b_m = _take_parts(b_acc, b_l, b_m, b_part, b_lse, 0)
     return b_acc * (1.0 / tl.where(b_l > 0, b_l, 1.0))[:, None]
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs", "num_heads", "group", "tokens_each", "max_splits"]
+)
+def merge_wide_kernel(
+    out,  # [Nt, H, D]
+    partial,  # [B, HK, max_splits, BM, D]
+    lse,  # [B, HK, BM, max_splits]
+    q_start,
+    num_tokens,
+    num_seqs,
+    num_heads,
+    group,
+    tokens_each,
+    max_splits,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """Merge BR rows of a tile, BP parts at a time and always in this order: a launch of its own.
+
+    Of wide tiles: their last program took longer for all rows than for a fifth of the keys.
+    """
+    i_kv = tl.program_id(1)
+    i_b = tl.program_id(2)
+    i_tile = i_b * tl.num_programs(1) + i_kv
+    first, _, last_row = find_tokens(q_start, i_b, num_tokens, num_seqs, tokens_each)
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
+    o_token = o_r // group
+    m_r = (first + o_token < last_row) & (o_r < BM)
+    b_out = merge_rows(
+        partial, lse, i_tile, o_r, m_r, max_splits, max_splits, num_seqs > 1, D, BM, BP, True
+    )
+    o_out = (first + o_token).to(tl.int64) * num_heads + i_kv * group + o_r - o_token * group
+    store_columns(out, o_out, b_out, m_r, 0, D)

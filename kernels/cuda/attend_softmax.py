@@ -43,16 +43,24 @@ def capped(b_s, qk_scale, softcap):
 
 
 @triton.jit
-def take_scores(b_s, b_l, b_m, m_s, qk_scale, IS_MASKED: tl.constexpr):
+def take_scores(b_s, b_l, b_m, m_s, qk_scale, softcap, IS_MASKED: tl.constexpr, b_bias=None):
     """Take the scores [BM, BN] of a key block into sums and maxima.
 
     Args:
         b_s: products, which qk_scale > 0 makes scores.
         m_s: [BM, BN] keys that rows see; not read unless masked.
+        softcap: of scores, or none.
+        b_bias: [BM, BN] what is added to them then, or none.
 
     Returns:
         weights [BM, BN] of the keys, factors [BM] of what there was before, sums, maxima.
     """
+    if softcap is not None:
+        b_s = capped(b_s, qk_scale, softcap)
+        qk_scale = 1.0
+    if b_bias is not None:
+        b_s = b_s * qk_scale + b_bias
+        qk_scale = 1.0
     if IS_MASKED:
         b_s = tl.where(m_s, b_s * qk_scale, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))

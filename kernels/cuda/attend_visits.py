@@ -35,6 +35,28 @@ def find_blocks(
 
 
 @triton.jit
+def find_few(
+    slot, position, first, last, last_row, length, capacity, max_splits, COUNT: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, BN: tl.constexpr, IS_TREE: tl.constexpr,
+):  # fmt: skip
+    """Of all COUNT tokens of a sequence, at most: what every program finds by itself, and alike.
+
+    Returns:
+        as `find_blocks`; splits of a tile; the first row that the kernel before may write.
+    """
+    o_s = first + tl.arange(0, COUNT)
+    b_slot = load_early(slot + o_s, o_s < last_row, -1)
+    is_live = (b_slot >= 0) & (o_s < last)
+    # and all from here on
+    first_new = tl.min(tl.where(b_slot >= 0, b_slot, NEVER), 0)
+    end, full, num_visits = find_blocks(
+        b_slot, is_live, position, o_s, last, length, capacity, BN, IS_TREE
+    )
+    splits = tl.minimum((num_visits + MIN_BLOCKS - 1) // MIN_BLOCKS, max_splits)
+    return end, full, num_visits, tl.maximum(splits, 1), first_new
+
+
+@triton.jit
 def find_bounds(
     first, last, length, capacity, window, m_live, b_position, IS_TREE: tl.constexpr
 ):  # fmt: skip

@@ -10,16 +10,10 @@ import triton
 from torch import Tensor
 
 from specc.kernels.cuda import attend_few, dependent
-from specc.kernels.cuda.attend_call import (
-    ROWS,
-    AttendCall,
-    are_pages_whole,
-    shipped_shapes,
-    types_of,
-)
+from specc.kernels.cuda.attend_call import ROWS, AttendCall, shipped_pages, types_of
 from specc.kernels.cuda.attend_config import SHORT_ROWS
+from specc.kernels.cuda.attend_merge import merge_wide_kernel
 from specc.kernels.cuda.attend_wide_kernels import attend_wide_kernel
-from specc.kernels.cuda.attend_wide_merge import merge_wide_kernel
 from specc.kernels.cuda.shipped import TYPE_NAMES, Shipped
 
 # rows of a tile: of one group of warps that multiplies, or of two
@@ -90,7 +84,7 @@ def find(call: AttendCall, capability: int) -> WideConfig | None:
         and LEAST_ROWS <= call.mean_rows <= TILE_ROWS[-1]
         and call.window == 0
         # keys go from memory to the products as they are
-        and call.q.dtype == call.v_cache.dtype
+        and call.q.dtype == call.k_cache.dtype
         and call.q.dtype in DTYPES
         and call.head_dim == call.value_dim
         and call.head_dim in HEAD_DIMS
@@ -102,7 +96,7 @@ def find(call: AttendCall, capability: int) -> WideConfig | None:
     c = _TABLE[next(height for height in TILE_ROWS if height >= call.mean_rows)]
     if call.num_seqs * call.num_kv_heads * c.block_m > MOST_PART_ROWS:
         return None
-    return c if are_pages_whole(call.num_pages, call.block_size, c.block_n) else None
+    return c if call.has_whole_pages(c.block_n) else None
 
 
 def splits_of(num_tiles: int, num_seqs: int, num_sms: int, capacity: int) -> int:
@@ -192,12 +186,10 @@ def shipped(capability: int) -> Iterator[Shipped]:
         for head_dim in HEAD_DIMS:
             for c in _TABLE.values():
                 own = f"{TYPE_NAMES[dtype]}-d{head_dim}-rows{c.block_m}"
-                for name, shape in shipped_shapes(c.block_n):
-                    yield Shipped.of(
-                        f"{own}-{name}",
-                        attend_wide_kernel, {dtype: ROWS}, types_of(shape["IS_TREE"]),
-                        **_sizes(head_dim, c), **shape, maxnreg=c.max_registers,
-                    )  # fmt: skip
+                yield from shipped_pages(
+                    own, attend_wide_kernel, dtype, c.block_n, ROWS,
+                    **_sizes(head_dim, c), maxnreg=c.max_registers,
+                )  # fmt: skip
                 yield Shipped.of(
                     f"merge-{own}", merge_wide_kernel, {dtype: ("out",)}, types_of(),
                     **_merge_sizes(head_dim, c),

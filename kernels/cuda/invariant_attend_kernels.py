@@ -16,10 +16,9 @@ import triton.language as tl
 
 from specc.kernels.cuda.arrivals import is_last
 from specc.kernels.cuda.attend_chunks import place_of_bit
-from specc.kernels.cuda.attend_kernels import products
-from specc.kernels.cuda.attend_rows import find_tokens
+from specc.kernels.cuda.attend_rows import find_tokens, products
 from specc.kernels.cuda.attend_slopes import biases, count_bits, nodes_from
-from specc.kernels.cuda.attend_softmax import LOG2E, capped, end_softmax, start_softmax, take_scores
+from specc.kernels.cuda.attend_softmax import LOG2E, end_softmax, start_softmax, take_scores
 
 # keys of each of the first SPLITS splits; those of the next SPLITS are twice as long, and so on
 FIRST_KEYS = tl.constexpr(128)
@@ -149,17 +148,15 @@ def _take_block(
     o_dv = tl.arange(0, BDV)
     b_v = tl.load(p_v[:, None] + o_dv[None, :], mask=m_v[:, None] & (o_dv < DV)[None, :], other=0.0)
     b_s = products(b_q, p_q, m_row, p_k, None, m_key, D, BD, BC, True)
-    own_scale = qk_scale
-    if softcap is not None:
-        b_s = capped(b_s, qk_scale, softcap)
-        own_scale = 1.0
+    b_bias = None
     if b_slope is not None:
         o_far = o_key[None, :]
         b_far = o_far - _own_place(o_far, b_own[:, None], b_position[:, None], seen[2])
-        b_s = b_s * own_scale + biases(b_slope, b_far, b_position, qk_scale, ROUNDS)
-        own_scale = 1.0
+        b_bias = biases(b_slope, b_far, b_position, qk_scale, ROUNDS)
     m_s = m_key[None, :] & _sees(o_key[None, :], b_end[:, None], b_position[:, None], seen, CHUNK)
-    b_p, b_shrink, b_l_new, b_m_new = take_scores(b_s, b_l, b_m, m_s, own_scale, True)
+    b_p, b_shrink, b_l_new, b_m_new = take_scores(
+        b_s, b_l, b_m, m_s, qk_scale, softcap, True, b_bias
+    )
     b_new = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision="ieee")
     # rows that see nothing of it are left as they are, whatever others read
     m_any = tl.max(m_s.to(tl.int32), 1) > 0

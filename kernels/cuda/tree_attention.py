@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specc.kernels.cuda.attend import attend as attend_heads
-from specc.kernels.cuda.attend_latent import attend_latent
+from specc.kernels.cuda.attend import attend
 from specc.kernels.cuda.slab_rows import write_rows
 from specc.kernels.cuda.write_kv import write_kv as write_heads
 
@@ -28,28 +27,6 @@ def write_kv(
         write_rows(k[0], k_cache.squeeze(2), q_start, slot, block_table)
     else:
         write_heads(k, v, k_cache, v_cache, q_start, slot, block_table)
-
-
-def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *places: Tensor | None,
-    values_in_keys: bool = False,
-    **options: Any,
-) -> Tensor:
-    """`specc::attend`, by the kernel for heads of keys and values, or by that for latents.
-
-    `places` are q_start, position, slot, cache_len, ancestors, block_table, sink_logits, slopes.
-    """
-    if not values_in_keys:
-        return attend_heads(q, k_cache, v_cache, *places, **options)
-    # refused when a model is compiled: passes/rewrite/require_supported.py
-    assert places[7:] in ((), (None,)), "no slopes over latents"
-    assert not options.pop("chunk", 0), "no chunks over latents"
-    options.pop("rounds_bias", False)
-    of_latents: Any = (q, k_cache, v_cache.shape[3], *places[:7])
-    return attend_latent(*of_latents, **options)
 
 
 def tree_attention(

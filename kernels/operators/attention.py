@@ -219,7 +219,7 @@ ATTEND = Operator(
     scratch=lambda limits, q, k_cache, v_cache, **_: _scratch(
         limits, q, k_cache, int(v_cache.shape[3])
     ),
-    cuda="tree_attention:attend",
+    cuda="attend:attend",
     cpu=True,
 )
 

@@ -55,8 +55,6 @@ SMALL = {
 OF_TORCH, BETWEEN = 1.9e-6, 3.1e-6
 # attention of few rows over 1k keys: 7.0 µs of 8B, 5.6 of 1B, which reads half as much
 ATTEND_S, ATTEND_S_A_BYTE = 4.2e-6, 0.67e-12
-# over latents, 16 rows over 1k keys: measured of the kernel for all batches
-LATENT_S = 27.5e-6
 # bytes that one multiprocessor reads in a second from L2, and from a product to the next that adds
 # to it: 64 bytes and 33 cycles, assumed. One more read in series of a program: measured
 L2_OF_SM, CHAINED, IN_SERIES = 64 * 1.755e9, 33 / 1.755e9, 0.3e-6
@@ -209,7 +207,7 @@ def node_seconds(node: Node, kind: str, forms: Mapping[str, Form]) -> float:
     """Of one launch."""
     if node.kind == ATTEND:
         if "latent" in node.name:
-            return latent_few_s() if "few" in node.name else LATENT_S
+            return latent_few_s()
         return ATTEND_S + node.num_bytes * ATTEND_S_A_BYTE
     if node.kind == PRODUCT:
         return product_seconds(node, kind, forms)

@@ -142,7 +142,7 @@ def record(
     calls = calls or CALLS[module.__name__.rpartition(".")[2]]
     launches: list[Launch] = []
     # others have kernels that it launches, too
-    for owner in {module, add_norm_linear, add_norm_rope_write}:
+    for owner in {module, attend, add_norm_linear, add_norm_rope_write}:
         for name, value in list(vars(owner).items()):
             if name.endswith("_kernel") and hasattr(value, "arg_names"):
                 monkeypatch.setattr(owner, name, _Recorder(value, launches))

@@ -12,7 +12,6 @@ from specc.artifact.kv_rows import SCALE_BYTES
 from specc.kernels.cuda import (
     attend,
     attend_few,
-    attend_latent,
     attend_latent_few,
     attend_wide,
     invariant_attend,
@@ -136,11 +135,12 @@ def _attend_latent(
     cache = meta(num_pages + 3, block_size, 1, 576, dtype=dtype)
     position, slot = meta(num_tokens, dtype=I64), meta(num_tokens, dtype=I32)
     words = meta(num_tokens, -(-num_tokens // 64), dtype=I64) if is_tree else None
-    return attend_latent.attend_latent(
-        meta(num_heads, num_tokens, 576, dtype=dtype), cache, 512,
+    return attend.attend(
+        meta(num_heads, num_tokens, 576, dtype=dtype), cache, cache[..., :512],
         meta(2, dtype=I32), position, slot,
         meta(1, dtype=I32), words, meta(1, num_pages, dtype=I32),
         scale=0.125,
+        values_in_keys=True,
         num_splits=splits,
     )  # fmt: skip
 

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from specc.kernels.cuda import (
-    arrivals,
-    attend_latent,
-    attend_latent_few,
-    attend_latent_few_kernels,
-)
+from specc.kernels.cuda import arrivals, attend_latent_few, attend_latent_few_kernels
+from specc.kernels.cuda import attend as module
+from specc.kernels.cuda.attend_call import AttendCall
 from specc.kernels.cuda.launch import even_tokens
 from specc.kernels.cuda.shipped import CAPABILITIES
-from tests.kernels.cuda.cases_attend import BF16, Case, check_call, run_broken
-from tests.kernels.cuda.test_attend_latent import make_latent_call, run
+from tests.kernels.cuda.cases_attend import BF16, Case, check_call, run, run_broken
+from tests.kernels.cuda.test_attend_latent import make_latent_call
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -107,12 +104,11 @@ def test_values_of_a_program_go_by_the_number_of_tiles(launches: list[Any]) -> N
         q = torch.empty(heads, tokens, 576, dtype=BF16, device=device)
         cache = torch.empty(64, 16, 1, 576, dtype=BF16, device=device)
         i32 = torch.empty(tokens, dtype=torch.int32, device=device)
-        found = attend_latent_few.find(
-            attend_latent.AttendCall(
-                q, cache, cache, 512, i32[:2], i32.long(), i32, i32[:1], None,
-                torch.empty(1, 64, dtype=torch.int32, device=device), 1.0, 0, 0, None,
-            )
-        )  # fmt: skip
+        table = torch.empty(1, 64, dtype=torch.int32, device=device)
+        call = AttendCall(
+            q, cache, None, 512, i32[:2], i32.long(), i32, i32[:1], None, table, scale=1.0
+        )
+        found = attend_latent_few.find(call, 90)
         assert found is not None
         assert found.num_values == quarters, (heads, tokens)
 
@@ -148,7 +144,7 @@ def test_a_replay_gives_the_same_bits(name: str, device: torch.device) -> None:
 def test_splits_are_as_many_as_programs_that_run_at_a_time(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(attend_latent.attend, "machine", lambda _: (90, 12))
+    monkeypatch.setattr(module, "machine", lambda _: (90, 12))
     case = replace(CASES["one"], splits=None)
     grids: list[tuple[int, ...]] = []
     kernel = attend_latent_few.attend_latent_few_kernel
