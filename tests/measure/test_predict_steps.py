@@ -57,7 +57,7 @@ def test_a_norm_in_front_is_computed_once_by_each_program() -> None:
     """132 of them, with 6 rows, and 264, with one; each reads rows and what is added to them."""
     for rows, programs, norm in ((6, 132, 584), (1, 264, 111)):
         node = replace(product(1, rows, 28672, 4096), operator="add_norm_gate_up")
-        slots = 1.96 * 28672 * 4096 / 32 + programs * 8 * 2 * norm
+        slots = 1.9 * 28672 * 4096 / 32 + programs * 8 * 2 * norm
         found = node_seconds(node, "int4", FRAGMENTS)
         assert found == pytest.approx(DEPENDENT + slots / 6.48648e11)
         rows_alone = replace(FRAGMENTS["int4"], instructions=0, norm=1e-9, resident=programs // 132)
