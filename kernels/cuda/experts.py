@@ -222,10 +222,12 @@ def invariant_experts(
     check(ids.shape[1] <= MOST_CHOSEN, "invariant_experts", f"ids {list(ids.shape)}", needed)
     parts = [
         experts(
-            *part, gate_up, down, activation, gate_up_bias, down_bias, size,
+            *few, gate_up, down, activation, gate_up_bias, down_bias, size,
             gate_up_layout, down_layout, shared_gate_up, shared_down,
         )
-        for part in zip(*(item.split(FEW_TOKENS) for item in (x, ids, weights)), strict=True)
+        for few in zip(
+            x.split(FEW_TOKENS), ids.split(FEW_TOKENS), weights.split(FEW_TOKENS), strict=True
+        )
     ]  # fmt: skip
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
